@@ -1,0 +1,22 @@
+"""surefoot: speculative decoding that only steps where it is sure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from surefoot.llm import LLM
+    from surefoot.sampling import SamplingParams
+
+_EXPORTS = {"LLM": "surefoot.llm", "SamplingParams": "surefoot.sampling"}
+
+
+def __getattr__(name: str) -> Any:  # lazy: `import surefoot.speculation` must not load transformers
+    if name in _EXPORTS:
+        from importlib import import_module
+
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'surefoot' has no attribute {name!r}")

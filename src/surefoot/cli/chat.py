@@ -1,0 +1,191 @@
+"""`surefoot chat`: a conversation, at the terminal or from standard input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.report import note, output_as_dict, planner_note, print_json, statistics_line
+from surefoot.errors import SurefootError
+from surefoot.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from surefoot.llm import LLM, RequestOutput
+
+HELP = "/reset forgets the conversation, /stats shows figures, /exit (or Ctrl-D) leaves; Ctrl-C stops an answer"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(chat)
+
+
+def chat(
+    model: options.Model = options.DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    quantize: options.Quantize = None,
+    drafter: options.Drafter = "auto",
+    gamma: options.Gamma = None,
+    width: options.Width = "auto",
+    cost_table: options.CostTable = "auto",
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    max_tokens: options.MaxTokens = 512,
+    system: Annotated[str | None, typer.Option("--system", help="System message of the conversation.")] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole/--lines", help="Piped input is one message, or one message per line.")
+    ] = False,
+    json: options.Json = False,
+    stats: options.ShowStatistics = True,
+) -> None:
+    """Talk with a model that has a chat template; with piped input, answer every line and leave."""
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+    )
+    llm = options.load_llm(
+        model,
+        drafter=drafter,
+        gamma=gamma,
+        width=width,
+        cost_table=cost_table,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        quantize=quantize,
+        seed=seed,
+    )
+    try:
+        conversation = Conversation(llm, params, system)
+        conversation.check()
+        if sys.stdin.isatty():
+            _talk(conversation, stats)
+        else:
+            _answer_piped(conversation, whole=whole, json=json, stats=stats)
+    finally:
+        llm.close()
+
+
+class Conversation:
+    """Messages so far, and what answering them cost."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+        self.llm, self.params = llm, params
+        self.start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.start)
+        self.last: RequestOutput | None = None
+
+    def check(self) -> None:
+        """Raise now, not after the first question, if the model has no chat template."""
+        self.llm.chat_tokens([*self.start, {"role": "user", "content": "?"}])
+
+    def reset(self) -> None:
+        self.messages = list(self.start)
+
+    def ask(self, question: str) -> Generator[str, None, None]:
+        """Stream the answer; it becomes part of the conversation as far as it came. A refused question does not."""
+        messages = [*self.messages, {"role": "user", "content": question}]
+        stream = self.llm.stream_chat(messages, self.params)
+        events = iter(stream)
+        answered = False
+        try:
+            for event in events:
+                answered = True
+                yield event.text
+        finally:
+            if isinstance(events, Generator):
+                events.close()  # cancels a request that is still running
+            if answered:
+                self.last = stream.result
+                self.messages = [*messages, {"role": "assistant", "content": self.last.text}]
+
+
+def _answer_piped(conversation: Conversation, *, whole: bool, json: bool, stats: bool) -> None:
+    questions = [sys.stdin.read()] if whole else (line.rstrip("\n") for line in sys.stdin)
+    turns = []
+    for question in filter(str.strip, questions):
+        for text in conversation.ask(question):
+            if not json:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        assert conversation.last is not None
+        turns.append(output_as_dict(conversation.last))
+        if not json:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            if stats:
+                note(statistics_line(conversation.last))
+    if json:
+        print_json({"messages": conversation.messages, "turns": turns, "engine": conversation.llm.describe()})
+
+
+def _talk(conversation: Conversation, stats: bool) -> None:
+    """Read, answer, repeat. Ctrl-C stops an answer; at the prompt it leaves the program."""
+    import contextlib
+
+    with contextlib.suppress(ImportError):  # line editing and history, where Python was built with them
+        import readline  # noqa: F401
+    note(HELP)
+    while True:
+        try:
+            question = input("> ").strip()
+        except EOFError:
+            typer.echo()
+            return
+        if question in ("/exit", "/quit"):
+            return
+        if question == "/reset":
+            conversation.reset()
+            note("the conversation is forgotten")
+        elif question == "/stats":
+            _show_figures(conversation)
+        elif question.startswith("/"):
+            note(HELP)
+        elif question:
+            _answer(conversation, question, stats)
+
+
+def _answer(conversation: Conversation, question: str, stats: bool) -> None:
+    answer = conversation.ask(question)
+    try:
+        for text in answer:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        answer.close()
+        typer.echo()
+        note("stopped")
+        return
+    except SurefootError as error:
+        typer.echo(f"error: {error} (or start over with /reset)", err=True)
+        return
+    typer.echo()
+    if stats and conversation.last is not None:
+        note(statistics_line(conversation.last))
+
+
+def _show_figures(conversation: Conversation) -> None:
+    if conversation.last is None:
+        note("nothing has been answered yet")
+        return
+    note(f"last answer: {statistics_line(conversation.last)}")
+    if remark := planner_note(conversation.llm):
+        note(remark)
+    for name, value in conversation.llm.stats().items():
+        if isinstance(value, (int, float, str)):
+            note(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")

@@ -1,0 +1,184 @@
+"""`surefoot inspect`: what a checkpoint is, whether it fits a target and why not, and what the machine can do."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json as json_module
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.report import print_json
+from surefoot.errors import ConfigurationError, DrafterError, ModelError
+
+EXIT_DOES_NOT_FIT = 1
+
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("inspect")(inspect)
+
+
+def inspect(
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(help="A target (name, id, directory, GGUF file) or a drafter.", metavar="MODEL_OR_DRAFTER"),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target", help="Check that the drafter fits this target.", autocompletion=options.complete_model
+        ),
+    ] = None,
+    hardware: Annotated[
+        bool, typer.Option("--hardware", help="Cores, vector units, native kernels, measured stream rate.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Say what MODEL_OR_DRAFTER is, without loading its weights; exit code 1 if it cannot be served or does not fit."""
+    if checkpoint is None and not hardware:
+        raise ConfigurationError("nothing to inspect: name a model or a drafter, or ask for --hardware")
+    report: dict[str, Any] = {}
+    problems: list[str] = []
+    if checkpoint is not None:
+        report["checkpoint"], problems = describe(checkpoint, target)
+    if hardware:
+        from surefoot.profiling.hardware import inspect_hardware
+
+        report["hardware"] = inspect_hardware().as_dict()
+    if json:
+        print_json(report)
+    else:
+        _show(report)
+    if problems:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def describe(checkpoint: str, target: str | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Facts about a checkpoint, JSON-ready, and the reasons why it cannot be used.
+
+    Raises:
+        ModelError, DrafterError: neither a model nor a drafter, or unreadable.
+        ConfigurationError: `target` was given for something that is no drafter.
+    """
+    if checkpoint == "prompt-lookup":
+        facts: dict[str, Any] = {"role": "drafter", "kind": "prompt-lookup", "weights": "none", "fits": True}
+        return facts, []
+    on_hub = _HUB_ID.fullmatch(checkpoint) is not None and not Path(checkpoint).exists()
+    if is_drafter(checkpoint) or (on_hub and target is not None):
+        return _describe_drafter(checkpoint, target)
+    if target is not None:
+        raise ConfigurationError(
+            f"--target checks a drafter, and {checkpoint!r} is none: give a drafter's directory, or leave --target out"
+        )
+    from surefoot.targets.loading import describe_target
+
+    try:
+        described = describe_target(checkpoint)
+    except ModelError:
+        if not on_hub:
+            raise
+        with contextlib.suppress(DrafterError):  # a hub id that is no target may be a drafter
+            return _describe_drafter(checkpoint, None)
+        raise
+    facts = {"role": "target", **dataclasses.asdict(described)}
+    return facts, [] if described.servable else [str(described.reason)]
+
+
+def is_drafter(checkpoint: str) -> bool:
+    """Whether a directory says that it holds a block drafter."""
+    config = Path(checkpoint).expanduser() / "config.json"
+    if not config.is_file():
+        return False
+    try:
+        raw = json_module.loads(config.read_text())
+    except (OSError, ValueError):
+        return False  # the reader of targets says what is wrong with it
+    if not isinstance(raw, dict):
+        return False
+    names = [raw.get("speculators_model_type"), *(raw.get("architectures") or ())]
+    return any("dspark" in str(name).lower() or "dflash" in str(name).lower() for name in names)
+
+
+def _describe_drafter(checkpoint: str, target: str | None) -> tuple[dict[str, Any], list[str]]:
+    from surefoot.drafters.checkpoint import describe_checkpoint, fit_problems
+
+    described = describe_checkpoint(checkpoint)
+    facts = {"role": "drafter", **described.as_dict()}
+    if target is None:
+        return facts, []
+    from surefoot.targets.loading import describe_target
+
+    against = describe_target(target)
+    shape = SimpleNamespace(
+        hidden_size=against.hidden_size, vocab_size=against.vocab_size, num_hidden_layers=against.num_layers
+    )
+    problems = fit_problems(described, shape)
+    if not against.servable:
+        problems.append(f"the target itself cannot be served: {against.reason}")
+    return {**facts, "target": target, "fits": not problems, "problems": problems}, problems
+
+
+def _show(report: Mapping[str, Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for title, facts in report.items():
+        table = Table(title=title if len(report) > 1 else None, show_header=False, box=None, title_justify="left")
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in facts.items():
+            if name not in ("fits", "problems"):
+                table.add_row(label(name), readable(name, value))
+        console.print(table, markup=False, highlight=False)
+        if "target" in facts:
+            fits = facts["fits"]
+            verdict = f"fits {facts['target']}" if fits else f"does not fit {facts['target']}:"
+            console.print(verdict, style="green" if fits else "red", markup=False, highlight=False)
+            for problem in facts["problems"]:
+                console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
+
+
+_UNITS = {"_gb_s": "GB/s", "_gib": "GiB"}  # at the end of a name
+
+
+def label(name: str) -> str:
+    """A fact's name without its unit: `stream_gb_s` → `stream`."""
+    for ending in _UNITS:
+        name = name.removesuffix(ending)
+    return name.replace("_", " ")
+
+
+def readable(name: str, value: Any) -> str:
+    """A fact as a person reads it: sizes with their unit, lists in one line, absent things as a dash."""
+    if value is None or value == "" or value == () or value == []:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name == "windows":
+        counts = Counter(value)
+        return ", ".join(
+            f"{count} full" if window is None else f"{count} sliding over {window} tokens"
+            for window, count in counts.items()
+        )
+    if isinstance(value, int) and "bytes" in name:
+        for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+            if value >= size:
+                return f"{value / size:.1f} {unit}"
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", " ")
+    if isinstance(value, float):
+        return " ".join([f"{value:.1f}", *(unit for ending, unit in _UNITS.items() if name.endswith(ending))])
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return str(value)

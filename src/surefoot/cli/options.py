@@ -1,0 +1,209 @@
+"""Options that several commands share, and what is made of them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surefoot.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from surefoot.llm import LLM
+
+DEFAULT_MODEL = "qwen2.5-coder-0.5b"
+MODELS = (DEFAULT_MODEL, "gemma3-270m")
+DRAFTERS = ("auto", "none", "prompt-lookup")
+
+
+def _starting_with(words: tuple[str, ...], incomplete: str) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Shell completion of the built-in model names."""
+    return _starting_with(MODELS, incomplete)
+
+
+def complete_drafter(incomplete: str) -> list[str]:
+    """Shell completion of the drafter words."""
+    return _starting_with(DRAFTERS, incomplete)
+
+
+_MODEL, _SPECULATION, _SAMPLING, _OUTPUT = "Model", "Speculation", "Sampling", "Output"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help=f"Target: {' or '.join(MODELS)}, a Hugging Face id, a directory, or a GGUF file.",
+        autocompletion=complete_model,
+        rich_help_panel=_MODEL,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="cpu, cuda, cuda:1 …", show_default="CUDA where there is one", rich_help_panel=_MODEL
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="Of the target's weights: bfloat16, float16 or float32.",
+        show_default="the checkpoint's",
+        rich_help_panel=_MODEL,
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="CPU threads.", show_default="physical cores", rich_help_panel=_MODEL)
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option("--quantize", help="int8 stores the target's weights in 8 bits.", rich_help_panel=_MODEL),
+]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        "--drafter",
+        "-d",
+        help="auto, none, prompt-lookup, or a DSpark / DFlash checkpoint (directory or Hugging Face id).",
+        autocompletion=complete_drafter,
+        rich_help_panel=_SPECULATION,
+    ),
+]
+Gamma = Annotated[
+    int | None,
+    typer.Option(
+        "--gamma", "-g", help="Draft tokens per block.", show_default="the drafter's own", rich_help_panel=_SPECULATION
+    ),
+]
+Width = Annotated[
+    str,
+    typer.Option(
+        "--width",
+        "-w",
+        help="Draft tokens verified per step: auto (the planner), a number, or a rotating pattern such as 0,3,1.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+CostTable = Annotated[
+    str,
+    typer.Option(
+        "--cost-table",
+        help="Measured costs the planner works from: auto (what 'surefoot profile' saved), none, or a file.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option("--temperature", "-t", help="0 is greedy, 1 the model's own distribution.", rich_help_panel=_SAMPLING),
+]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 is off.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[
+    float, typer.Option("--top-p", help="Keep the likeliest tokens up to this mass.", rich_help_panel=_SAMPLING)
+]
+MinP = Annotated[
+    float,
+    typer.Option("--min-p", help="Drop tokens below this share of the likeliest; 0 is off.", rich_help_panel=_SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option("--repetition-penalty", help="Against all tokens seen so far; 1 is off.", rich_help_panel=_SAMPLING),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option("--presence-penalty", help="Against tokens in the output; 0 is off.", rich_help_panel=_SAMPLING),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option("--frequency-penalty", help="The same, per occurrence; 0 is off.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Makes sampling repeatable.", show_default="a fresh one", rich_help_panel=_SAMPLING),
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to emit.", rich_help_panel=_OUTPUT)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop", help=r"End at this text; may be given several times; \n is a line end.", rich_help_panel=_OUTPUT
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.", rich_help_panel=_OUTPUT)]
+ShowStatistics = Annotated[
+    bool,
+    typer.Option("--stats/--no-stats", help="A line of statistics on standard error.", rich_help_panel=_OUTPUT),
+]
+
+
+def parse_width(width: str) -> int | str | None:
+    """`auto` → None, a number → int, a pattern such as `0,3,1` as it is.
+
+    Raises:
+        ConfigurationError: anything else.
+    """
+    if width == "auto":
+        return None
+    parts = [part.strip() for part in width.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigurationError(
+            f"width is {width!r}; allowed: auto, a number, or a rotating pattern such as 0,3,1; "
+            "leave it out to let the planner choose"
+        )
+    return int(parts[0]) if len(parts) == 1 else ",".join(parts)
+
+
+def parse_stop(stop: list[str] | None) -> tuple[str, ...]:
+    r"""Stop strings as typed in a shell, where a line end is hard to type: `\n` and `\t` stand for themselves."""
+    return tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in stop or ())
+
+
+def load_llm(
+    model: str,
+    *,
+    drafter: str,
+    gamma: int | None,
+    width: str,
+    cost_table: str,
+    device: str | None,
+    dtype: str | None,
+    threads: int | None,
+    quantize: str | None,
+    seed: int | None = None,
+    max_num_seqs: int = 1,
+) -> LLM:
+    """The engine these options describe.
+
+    Raises:
+        SurefootError: the options do not fit together, or model or drafter cannot be loaded.
+    """
+    planned = parse_width(width)  # before seconds go into imports and weights
+    if gamma is not None and gamma < 1:
+        raise ConfigurationError(f"gamma is {gamma}; allowed: 1 or more; use --drafter none to switch speculation off")
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        Console(stderr=True).print(f"loading {model} …", style="dim", markup=False, highlight=False)
+    else:  # bars are for people
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+    from surefoot.llm import LLM
+
+    return LLM(
+        model=model,
+        drafter=drafter,
+        gamma=gamma,
+        width=planned,
+        cost_table=cost_table,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        quantize=quantize,
+        seed=seed,
+        max_num_seqs=max_num_seqs,
+    )

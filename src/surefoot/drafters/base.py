@@ -1,0 +1,84 @@
+"""What a drafter is: something that proposes gamma tokens after an anchor and says what it drew them from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from surefoot.cache.paged import LayerSpec, PagedCache
+    from surefoot.kernels.packing import FlatBatch
+    from surefoot.targets.target import Target
+
+
+class DraftSampler(Protocol):
+    """Draws the block left to right; given to the drafter by the engine so that q gets the processing that p gets."""
+
+    def draw(self, k: int, logits: Tensor) -> Tensor:
+        """Draw x_k from the processed softmax of `logits` and remember that distribution as q_k.
+
+        Args:
+            k: position in the block, 1 ... gamma; calls come in order.
+            logits: [R, V_draft] float32 corrected draft logits given the context and x_<k. Column j is the token
+                `vocabulary[j]` of the target (identity without a reduced vocabulary).
+
+        Returns:
+            [R] int64 drafted tokens as *target* ids.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """The requests a draft pass works on. All tensors live on the engine's device."""
+
+    slots: Tensor  # [R] int64, state slot of each request
+    lengths: Tensor  # [R] int64, cached context length; the anchor is the token at this position
+    history: Tensor  # [S, L] int64, token history of every slot; history[s, :length + 1] is committed
+    cache: PagedCache | None
+    max_length: int  # an upper bound of lengths, known on the host
+
+
+@dataclass(frozen=True)
+class Draft:
+    """gamma drafted tokens per request."""
+
+    tokens: Tensor  # [R, gamma] int64 target ids
+    lengths: Tensor | None = None  # [R] int64, tokens really proposed (None: gamma everywhere)
+    confidence_logits: Tensor | None = None  # [R, gamma] float32 of a confidence head, uncalibrated (None: no head)
+    signal: Tensor | None = (
+        None  # [R, gamma] float32 for the online estimator: top-2 margin of q_k, or the match length
+    )
+    point_mass: bool = False  # q is 1 on `tokens`; the sampler was not used
+
+
+class Drafter(Protocol):
+    """One protocol for every drafter. `propose` may read x_<k when it scores position k, never x_k."""
+
+    name: str
+    gamma: int
+    block_slots: int  # cache slots from the anchor on that `propose` writes; the frontier is at least this (0: none)
+    feature_layers: tuple[int, ...]  # target layers whose hidden states it reads; -1 is the embedding output
+    cache_layers: tuple[
+        LayerSpec, ...
+    ]  # its own context layers; they share the block tables of the full-attention group
+    vocabulary: Tensor | None  # [V_draft] int64, draft id -> target id (None: the target's own vocabulary)
+
+    def bind(self, target: Target) -> None:
+        """Check the fit and share the target's embedding and head. Raises `DrafterError` naming both sides."""
+        ...
+
+    def extend(self, features: Tensor, batch: FlatBatch, cache: PagedCache) -> None:
+        """Project the target's hidden states of the rows just run into the drafter's own context cache.
+
+        Every row is written, also those acceptance will reject: a rejected row lies behind the committed length, where
+        nobody reads and the next step overwrites. That keeps this call free of a wait for the acceptance result.
+
+        Args:
+            features: [T, len(feature_layers) * hidden], hidden states in the order of `feature_layers`.
+        """
+        ...
+
+    def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft: ...

@@ -1,0 +1,404 @@
+"""Drafter checkpoints on disk: load, save, describe, and say whether one fits a target."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from surefoot.drafters.config import DSparkConfig
+from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
+from surefoot.drafters.layouts import LAYOUTS, Layout, read_config, write_config
+from surefoot.errors import DrafterError
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_SCALE = "_scale"  # behind the name of an int8 matrix: its row scales
+_VOCABULARY_MAPS = ("d2t", "t2d")
+_TARGETS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies some speculators versions write; unused
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8", "I64": "int64"}
+
+
+@dataclass(frozen=True)
+class DrafterDescription:
+    """What a checkpoint is, read from its configuration and file headers alone."""
+
+    path: str
+    layout: Layout
+    config: DSparkConfig
+    dtype: str
+    parameters: int  # numbers stored, without row scales and vocabulary maps
+    bytes: int  # size of the weight files
+    shares: tuple[str, ...]  # of embed_tokens and lm_head: those the target has to lend
+
+    @property
+    def kind(self) -> str:
+        return self.config.kind
+
+    @property
+    def gamma(self) -> int:
+        return self.config.gamma
+
+    @property
+    def head(self) -> str:
+        """The sequential head in words: `vanilla, rank 8`, or `none`."""
+        return f"{self.config.markov_head_type}, rank {self.config.markov_rank}" if self.config.markov_rank else "none"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready, one level deep."""
+        config = self.config
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "layout": self.layout,
+            "gamma": self.gamma,
+            "block_size": config.block_size,
+            "sample_from_anchor": config.sample_from_anchor,
+            "layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "target_hidden_size": config.target_width,
+            "num_target_layers": config.num_target_layers,
+            "target_layer_ids": list(config.target_layer_ids),
+            "vocab_size": config.vocab_size,
+            "draft_vocab_size": config.vocabulary_size,
+            "head": self.head,
+            "confidence_head": config.enable_confidence_head,
+            "dtype": self.dtype,
+            "weight_storage": config.weight_storage,
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "shares": list(self.shares),
+        }
+
+
+def load_drafter(
+    path_or_id: str | Path,
+    *,
+    gamma: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> DSparkDrafter:
+    """Load a DSpark or DFlash drafter; `bind` it to its target before use.
+
+    Args:
+        path_or_id: a local directory, or the id of a Hugging Face repository.
+        gamma: draft tokens per block, 1 up to what the checkpoint was trained for (the default). The block is computed
+            at its trained length whatever gamma is: attention inside it is bidirectional.
+        dtype: of the weights; None keeps the checkpoint's.
+
+    Raises:
+        DrafterError: cannot be found or read, or is not what its configuration says; the message has the remedy.
+    """
+    directory = _resolve(path_or_id)
+    raw, config, _ = _read(directory)
+    headers = _Headers(directory)
+    stored = _stored_dtype(raw, headers)
+    model = _blank(config, _vocabulary(config, headers, directory), headers.shapes)
+    expected = _shapes(model.own_tensors())
+    _check_tensors(expected, headers, directory)
+
+    tensors = headers.load(set(expected))
+    model.load_state_dict({name: t.to(dtype or stored) for name, t in tensors.items()}, assign=True)
+    return DSparkDrafter(model.to(device).eval(), gamma, origin=str(path_or_id))
+
+
+def save_drafter(drafter: DSparkDrafter, path: str | Path, layout: Layout = "deepspec") -> None:
+    """Write a drafter's directory; an interrupted call leaves whatever stood there before.
+
+    Embedding and head that the model borrows from its target are not written. Files of the old directory that are not
+    part of a checkpoint (a card, a calibration) stay.
+
+    Raises:
+        DrafterError: the layout cannot say what this drafter is, or its modules were replaced for serving.
+    """
+    if layout not in LAYOUTS:
+        raise DrafterError(f"layout {layout!r}: allowed are {', '.join(LAYOUTS)}")
+    model, config = drafter.model, drafter.config
+    raw = write_config(config, layout, str(model.dtype).removeprefix("torch."))
+    tensors = _tensors_to_save(model, layout)
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        save_file(tensors, fresh / _WEIGHTS, metadata={"format": "pt"})
+        (fresh / _CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+        fresh.chmod(0o755)  # mkdtemp and safetensors make them private
+        (fresh / _WEIGHTS).chmod(0o644)
+        _swap(fresh, path)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def describe_checkpoint(path: str | Path) -> DrafterDescription:
+    """What is in a checkpoint, without loading its weights.
+
+    Raises:
+        DrafterError: cannot be found, is no block drafter, or its files are damaged.
+    """
+    directory = _resolve(path)
+    raw, config, layout = _read(directory)
+    headers = _Headers(directory)
+    counted = [s for n, s in headers.shapes.items() if n not in _VOCABULARY_MAPS and not n.endswith(_SCALE)]
+    return DrafterDescription(
+        path=str(path),
+        layout=layout,
+        config=config,
+        dtype=str(_stored_dtype(raw, headers)).removeprefix("torch."),
+        parameters=sum(torch.Size(shape).numel() for shape in counted),
+        bytes=sum(file.stat().st_size for file in headers.files),
+        shares=tuple(name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in headers.shapes),
+    )
+
+
+def fit_problems(drafter: DSparkDrafter | DrafterDescription | DSparkConfig, target_config: Any) -> list[str]:
+    """Why a drafter cannot serve a target; empty when it fits. Every entry names both sides.
+
+    Args:
+        target_config: the target's transformers configuration (of the language model, or of the whole).
+    """
+    config = drafter if isinstance(drafter, DSparkConfig) else drafter.config
+    if hasattr(target_config, "get_text_config"):
+        target_config = target_config.get_text_config()
+    problems = []
+    if config.target_width != target_config.hidden_size:
+        problems.append(f"drafter reads hidden size {config.target_width}, target has {target_config.hidden_size}")
+    if config.vocab_size != target_config.vocab_size:
+        problems.append(f"drafter's vocabulary has {config.vocab_size} words, target's {target_config.vocab_size}")
+    depth = target_config.num_hidden_layers
+    if config.target_layer_ids[-1] >= depth:
+        problems.append(
+            f"drafter reads target layers {list(config.target_layer_ids)}, target has layers 0 to {depth - 1}"
+        )
+    elif config.num_target_layers not in (None, depth):
+        problems.append(f"drafter was trained for {config.num_target_layers} target layers, target has {depth}")
+    return problems
+
+
+class _Headers:
+    """Names, shapes and dtypes of a checkpoint's tensors, and access to them.
+
+    Raises:
+        DrafterError: no weight files, or one that is truncated or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.files = _weight_files(directory)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._home: dict[str, Path] = {}
+        for file in self.files:
+            try:
+                with safe_open(file, "pt") as handle:
+                    for name in sorted(handle.keys()):
+                        tensor = handle.get_slice(name)
+                        self.shapes[name], self.dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+                        self._home[name] = file
+            except (SafetensorError, OSError) as error:
+                raise DrafterError(
+                    f"{file} is truncated or damaged ({error}): download or save the checkpoint again"
+                ) from None
+
+    def load(self, names: set[str]) -> dict[str, Tensor]:
+        """Tensors by name; int8 matrices are widened by their row scales."""
+        tensors: dict[str, Tensor] = {}
+        for file in self.files:
+            with safe_open(file, "pt") as handle:
+                for name in names:
+                    if self._home.get(name) != file:
+                        continue
+                    tensor = handle.get_tensor(name)
+                    if name + _SCALE in self.shapes:
+                        tensor = tensor.to(torch.float32) * handle.get_tensor(name + _SCALE).unsqueeze(1)
+                    tensors[name] = tensor
+        return tensors
+
+
+def _resolve(path_or_id: str | Path) -> Path:
+    """The local directory of a checkpoint, downloaded where it is a Hugging Face id."""
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_id)
+    looks_local = path.exists() or name.count("/") != 1 or name[0] in "./~"
+    if looks_local:
+        what = "is a file" if path.exists() else "does not exist"
+        raise DrafterError(
+            f"drafter {name!r} {what}: give a directory with config.json and safetensors, "
+            "or a Hugging Face id (owner/name)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the hub raises its own, requests', httpx' and the operating system's errors
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DrafterError(
+            f"drafter {name!r} is no local directory and could not be fetched from the Hugging Face hub ({reason}): "
+            "check the name and the connection, or download it and give its directory"
+        ) from None
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], DSparkConfig, Layout]:
+    file = directory / _CONFIG
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise DrafterError(f"{directory} has no {_CONFIG}: give the directory of a drafter checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise DrafterError(f"{file} cannot be read ({error}): download or save the checkpoint again") from None
+    if not isinstance(raw, dict):
+        raise DrafterError(f"{file} holds no JSON object: download or save the checkpoint again")
+    return raw, *read_config(raw, str(directory))
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            raise DrafterError(f"{index} is damaged: download or save the checkpoint again") from None
+        files = [directory / name for name in names]
+    else:
+        files = [directory / _WEIGHTS]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise DrafterError(f"{directory} lacks {', '.join(missing)}: download or save the checkpoint again")
+    return files
+
+
+def _stored_dtype(raw: dict[str, Any], headers: _Headers) -> torch.dtype:
+    """Dtype of the weights: the stored one, or what an int8 checkpoint is to be widened to."""
+    name = _DTYPES.get(headers.dtypes.get("fc.weight", ""), "float32")
+    if name == "int8":
+        name = str(raw.get("dtype", "float32")).removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+
+
+def _vocabulary(config: DSparkConfig, headers: _Headers, directory: Path) -> Tensor | None:
+    """Draft id -> target id, from the offsets in `d2t`; checked against `t2d` where that is stored too."""
+    if config.draft_vocab_size is None:
+        return None
+    if headers.shapes.get("d2t") != (config.draft_vocab_size,):
+        raise DrafterError(
+            f"{directory}: draft_vocab_size {config.draft_vocab_size} needs a tensor d2t of that length, "
+            f"found {headers.shapes.get('d2t', 'none')}: download or save the checkpoint again"
+        )
+    maps = headers.load(set(_VOCABULARY_MAPS))
+    vocabulary = torch.arange(config.draft_vocab_size, device="cpu") + maps["d2t"].to(torch.int64)
+    inside = bool(((vocabulary >= 0) & (vocabulary < config.vocab_size)).all())
+    if not inside or vocabulary.unique().numel() != config.draft_vocab_size:
+        raise DrafterError(
+            f"{directory}: d2t maps draft ids outside the {config.vocab_size} target words, or two to one: "
+            "the checkpoint is damaged, download or save it again"
+        )
+    if "t2d" in maps:
+        mask = maps["t2d"].to(torch.bool)
+        if mask.shape != (config.vocab_size,) or not torch.equal(mask.nonzero().squeeze(1), vocabulary.sort().values):
+            raise DrafterError(
+                f"{directory}: t2d and d2t name different words: the checkpoint is damaged, download or save it again"
+            )
+    return vocabulary
+
+
+def _blank(config: DSparkConfig, vocabulary: Tensor | None, stored: Container[str]) -> DSparkModel:
+    """A model without storage, that holds embedding and head where `stored` has them."""
+    own = tuple(name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in stored)
+    with torch.device("meta"):
+        return DSparkModel(config, vocabulary=vocabulary, own_vocabulary=own)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _check_tensors(expected: dict[str, tuple[int, ...]], headers: _Headers, directory: Path) -> None:
+    ignored = {*_VOCABULARY_MAPS, *_TARGETS_OWN, *(f"{name}{_SCALE}" for name in expected)}
+    missing = sorted(set(expected) - set(headers.shapes))
+    extra = sorted(set(headers.shapes) - set(expected) - ignored)
+    wrong = [n for n in sorted(set(expected) & set(headers.shapes)) if headers.shapes[n] != expected[n]]
+    if not (missing or extra or wrong):
+        return
+    parts = []
+    if missing:
+        parts.append(f"lacks {_some(missing)}")
+    if extra:
+        parts.append(f"has {_some(extra)} its configuration does not ask for")
+    if wrong:
+        name = wrong[0]
+        shape, wanted = list(headers.shapes[name]), list(expected[name])
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        parts.append(f"has {name} of shape {shape} where its configuration says {wanted}{more}")
+    raise DrafterError(
+        f"checkpoint {directory} {', '.join(parts)}: weights and {_CONFIG} do not belong together, "
+        "download or save the checkpoint again"
+    )
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])}{', …' * (len(names) > 3)})"
+
+
+def _tensors_to_save(model: DSparkModel, layout: Layout) -> dict[str, Tensor]:
+    tensors = model.own_tensors()
+    config = model.config
+    if _shapes(tensors) != _shapes(_blank(config, model.vocabulary, tensors).own_tensors()):
+        raise DrafterError("the drafter's modules were replaced for serving: save it before it is optimised")
+    if layout == "speculators":
+        tensors.pop("embed_tokens.weight", None)
+        if config.draft_vocab_size is None:
+            tensors.pop("lm_head.weight", None)
+        elif model.lm_head is None:
+            raise DrafterError("the speculators layout stores a reduced head: bind the drafter to its target first")
+        else:
+            tensors["lm_head.weight"] = model.lm_head.weight
+    tensors = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
+    if config.weight_storage == "int8":
+        tensors = _as_int8(tensors)
+    if model.vocabulary is not None:
+        vocabulary = model.vocabulary.to("cpu")
+        tensors["d2t"] = vocabulary - torch.arange(vocabulary.shape[0])
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, vocabulary, True)
+    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _as_int8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices as int8 with a float32 scale a row; vectors and norms as they are."""
+    packed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or "norm" in name:
+            packed[name] = tensor
+            continue
+        wide = tensor.to(torch.float32)
+        scale = (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        packed[name] = (wide / scale.unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
+        packed[name + _SCALE] = scale
+    return packed
+
+
+def _swap(fresh: Path, path: Path) -> None:
+    """Put the finished directory `fresh` in the place of `path`."""
+    if not path.exists():
+        os.rename(fresh, path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent)) / path.name
+    os.rename(path, old)
+    try:
+        os.rename(fresh, path)
+    except OSError:
+        os.rename(old, path)
+        raise
+    for file in old.iterdir():
+        if file.name not in (_CONFIG, _INDEX) and file.suffix != ".safetensors":
+            os.rename(file, path / file.name)
+    shutil.rmtree(old.parent)

@@ -1,0 +1,575 @@
+"""DSpark and DFlash: a block drafter that reads the target's hidden states (arXiv 2607.05147; design.md section 4).
+
+`DSparkModel` is the network. Its `backbone` is one function for training and serving; they differ only in the attention
+they give it: dense masks over known context (`forward`), or the paged cache (`DSparkDrafter`, the drafter the engine
+talks to).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surefoot.cache.paged import LayerSpec, PagedCache
+from surefoot.drafters.base import Draft, DraftContext, DraftSampler
+from surefoot.drafters.config import DSparkConfig
+from surefoot.drafters.heads import ConfidenceHead, MarkovHead
+from surefoot.errors import DrafterError
+
+if TYPE_CHECKING:
+    from surefoot.kernels.packing import FlatBatch
+    from surefoot.targets.target import Target
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin, [..., rotary_dim]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, block's q, k, v [..., H, D]) -> [..., Hq, D]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32."""
+
+    def __init__(self, *shape: int, eps: float, scale: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(*shape)) if scale else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide if self.weight is None else wide * self.weight.to(torch.float32)).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding of one layer type, by absolute position."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DSparkConfig, layer_type: str) -> None:
+        super().__init__()
+        inv_freq, self.scale = _frequencies(config, layer_type)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """positions [...] int64 -> cos and sin [..., rotary_dim]."""
+        angles = positions.unsqueeze(-1).to(torch.float32) * self.inv_freq.to(torch.float32)
+        angles = torch.cat([angles, angles], -1)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def _frequencies(config: DSparkConfig, layer_type: str) -> tuple[Tensor, float]:
+    """Inverse frequencies [rotary_dim / 2] and the factor on cos and sin; scaled types are transformers' own."""
+    rope = config.rope(layer_type)
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+        return 1.0 / (float(rope["rope_theta"]) ** exponent), 1.0
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # 'dynamic' and 'longrope' change with the length of whatever else is in the batch: a request would not be its own.
+    if kind in ("dynamic", "longrope") or kind not in ROPE_INIT_FUNCTIONS:
+        allowed = sorted({"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"})
+        raise DrafterError(f"rope_type {kind!r} of the drafter is not supported; allowed are {', '.join(allowed)}")
+    holder = Qwen3Config(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(rope),
+    )
+    with torch.device("cpu"):
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](holder, torch.device("cpu"))
+    return inv_freq, float(scale)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the leading rotary_dim of every head: x [..., H, D] by cos, sin [..., rotary_dim]."""
+    cos, sin = (t.unsqueeze(-2) for t in rotation)
+    dim = cos.shape[-1]
+    turned, rest = x[..., :dim], x[..., dim:]
+    low, high = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat([-high, low], -1) * sin
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+class DraftAttention(nn.Module):
+    """Projections of one layer; the attention itself is handed in."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        bias, eps = config.attention_bias, config.rms_norm_eps
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.v_proj = None if config.attention_k_eq_v else nn.Linear(config.hidden_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, eps=eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, eps=eps) if config.qk_norm else nn.Identity()
+        self.v_norm = RMSNorm(config.head_dim, eps=eps, scale=False) if config.value_norm else nn.Identity()
+
+    def query(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """[..., d] -> [..., Hq, D]."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rotation)
+
+    def key_value(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """[..., d] of context or block -> key and value [..., Hkv, D]."""
+        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        value = key if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return rotate(self.k_norm(key), rotation), self.v_norm(value)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = _ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer over the block's slots.
+
+    `post_attention_layernorm` stands in front of the MLP in the Qwen3 family and behind the attention in Gemma's, where
+    `pre_feedforward_layernorm` takes its place.
+    """
+
+    def __init__(self, config: DSparkConfig, index: int) -> None:
+        super().__init__()
+        self.index, self.layer_type = index, config.layer_types[index]
+        self.self_attn = DraftAttention(config)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.sandwich = config.sandwich_norms
+        if self.sandwich:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layer_scalar: Tensor | None
+        self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        attention = self.self_attn
+        normed = self.input_layernorm(hidden)
+        mixed = attend(self.index, attention.query(normed, rotation), *attention.key_value(normed, rotation))
+        mixed = attention.o_proj(mixed.flatten(-2))
+        if not self.sandwich:
+            hidden = hidden + mixed
+            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        else:
+            hidden = hidden + self.post_attention_layernorm(mixed)
+            hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        return hidden if self.layer_scalar is None else hidden * self.layer_scalar
+
+
+class DSparkModel(nn.Module):
+    """The network: context projection, draft layers, embedding and head (own or the target's), and the two small heads.
+
+    Parameter names are the tensor names of the DeepSpec layout. Embedding and head are frozen and belong to the target;
+    a model may hold copies (`own_vocabulary`) or read the target's (`share`).
+    """
+
+    vocabulary: Tensor | None
+
+    def __init__(
+        self, config: DSparkConfig, *, vocabulary: Tensor | None = None, own_vocabulary: tuple[str, ...] = ()
+    ) -> None:
+        """
+        Args:
+            vocabulary: [draft_vocab_size] int64, draft id -> target id; needed where the configuration reduces it.
+            own_vocabulary: which of "embed_tokens" and "lm_head" the model holds itself.
+        """
+        super().__init__()
+        self.config = config
+        if config.hidden_act not in _ACTIVATIONS:
+            raise DrafterError(
+                f"hidden_act {config.hidden_act!r} of the drafter is not supported; "
+                f"allowed are {', '.join(_ACTIVATIONS)}"
+            )
+        width, target_width, eps = config.hidden_size, config.target_width, config.rms_norm_eps
+        if (vocabulary is None) != (config.draft_vocab_size is None):
+            raise DrafterError(
+                f"draft_vocab_size {config.draft_vocab_size} with {'no' if vocabulary is None else 'a'} vocabulary: "
+                "a reduced draft vocabulary needs both"
+            )
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, target_width) if "embed_tokens" in own_vocabulary else None
+        self.lm_head = (
+            nn.Linear(target_width, config.vocabulary_size, bias=False) if "lm_head" in own_vocabulary else None
+        )
+        for module in (self.embed_tokens, self.lm_head):
+            if module is not None:
+                module.requires_grad_(False)
+        self.embed_proj = nn.Linear(target_width, width, bias=False) if config.narrow else None
+        self.head_proj = nn.Linear(width, target_width, bias=False) if config.narrow else None
+        self.feature_norm = (
+            RMSNorm(len(config.target_layer_ids), target_width, eps=eps) if config.feature_norm else None
+        )
+        self.fc = nn.Linear(config.feature_size, width, bias=False)
+        self.hidden_norm = RMSNorm(width, eps=eps)
+        self.layers: list[DraftLayer] = nn.ModuleList(  # type: ignore[assignment]
+            DraftLayer(config, i) for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(width, eps=eps)
+        self.rotary = nn.ModuleDict({kind: Rotary(config, kind) for kind in sorted(set(config.layer_types))})
+        self.markov_head: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(
+                config.vocab_size, config.vocabulary_size, config.markov_rank, width, config.markov_head_type
+            )
+        self.confidence_head: ConfidenceHead | None = None
+        if config.enable_confidence_head:
+            rank = config.markov_rank if config.confidence_head_with_markov else 0
+            self.confidence_head = ConfidenceHead(width, rank)
+        # In a tuple, so that the target does not become a submodule: its weights are not ours to move, save or train.
+        self._target: tuple[Target, ...] = ()
+        self._borrowed: set[str] = set()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations; projections may be packed or quantised, norms never are."""
+        return self.hidden_norm.weight.dtype  # type: ignore[union-attr]
+
+    # Embedding and head
+
+    @torch.no_grad()
+    def share(self, target: Target) -> None:
+        """Read embedding and head from `target` where the model holds none, or holds an exact copy (which is dropped).
+
+        A reduced vocabulary gets the target's rows of its words as a head of its own.
+        """
+        self._target = (target,)
+        if self.embed_tokens is not None and _same(self.embed_tokens.weight, target.embed_tokens.weight):
+            self.embed_tokens = None
+        if self.vocabulary is None:
+            matrix = _head_matrix(target)
+            if self.lm_head is not None and matrix is not None and _same(self.lm_head.weight, matrix):
+                self.lm_head = None
+        elif self.lm_head is None or "lm_head" in self._borrowed:
+            rows = _head_rows(target, self.vocabulary)
+            self.lm_head = nn.utils.skip_init(
+                nn.Linear, rows.shape[1], rows.shape[0], bias=False, device=rows.device, dtype=rows.dtype
+            )
+            self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+            self._borrowed.add("lm_head")
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint: the state without what belongs to the target."""
+        return {name: t for name, t in self.state_dict().items() if name.split(".")[0] not in self._borrowed}
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Target ids [...] -> inputs of the first draft layer [..., d]."""
+        table = self.embed_tokens if self.embed_tokens is not None else self._lender("embed_tokens").embed_tokens
+        rows = F.embedding(token_ids, table.weight).to(self.dtype)
+        if self.config.embedding_scale != 1.0:
+            rows = rows * self.config.embedding_scale
+        return rows if self.embed_proj is None else self.embed_proj(rows)
+
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., d] as the target's head takes them, [..., d_target]."""
+        return hidden if self.head_proj is None else self.head_proj(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Base draft logits U, before the sequential head: [..., d] -> [..., V_draft] float32."""
+        head = self.lm_head if self.lm_head is not None else self._lender("lm_head").lm_head
+        inputs, weight = self.head_input(hidden), head.weight
+        if isinstance(weight, Tensor) and weight.is_floating_point():  # a quantised head takes any dtype
+            inputs = inputs.to(weight.dtype)
+        base = head(inputs).to(torch.float32)
+        cap = self.config.final_logit_softcapping
+        return base if cap is None else torch.tanh(base / cap) * cap
+
+    def _lender(self, name: str) -> Target:
+        if not self._target:
+            raise DrafterError(f"the drafter has no {name} of its own: bind it to its target first")
+        return self._target[0]
+
+    # The network
+
+    def context(self, features: Tensor) -> Tensor:
+        """Target hidden states [..., m * d_target] -> injected context [..., d]."""
+        features = features.to(self.dtype)
+        if self.feature_norm is not None:
+            features = self.feature_norm(features.unflatten(-1, (-1, self.config.target_width))).flatten(-2)
+        return self.hidden_norm(self.fc(features))
+
+    def rotations(self, positions: Tensor) -> dict[str, Rotation]:
+        """Rotations of absolute positions [...] by layer type."""
+        return {kind: rotary(positions, self.dtype) for kind, rotary in self.rotary.items()}
+
+    def backbone(self, block_tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [..., d] of block slots, given their tokens and absolute positions [...]."""
+        rotations = self.rotations(positions)
+        hidden = self.embed(block_tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, rotations[layer.layer_type], attend)
+        return self.norm(hidden)
+
+    def block_tokens(self, anchors: Tensor) -> Tensor:
+        """Anchor tokens [...] -> inputs of their blocks [..., block_size]."""
+        masks = self.config.mask_token_id
+        return F.pad(anchors.unsqueeze(-1), (0, self.config.block_size - 1), value=masks)
+
+    def block_positions(self, anchor_positions: Tensor) -> Tensor:
+        """Positions of anchors [...] -> positions of their slots [..., block_size]."""
+        return anchor_positions.unsqueeze(-1) + torch.arange(self.config.block_size, device=anchor_positions.device)
+
+    def forward(
+        self,
+        features: Tensor,
+        context_positions: Tensor,
+        anchors: Tensor,
+        anchor_positions: Tensor,
+        masks: Mapping[int | None, Tensor],
+    ) -> Tensor:
+        """Hidden states of many blocks over known contexts, with dense masks: the training-time twin of serving.
+
+        Args:
+            features: [N, C, m * d_target] target hidden states of N sequences.
+            context_positions: [N, C] int64.
+            anchors: [N, A] int64 anchor tokens.
+            anchor_positions: [N, A] int64.
+            masks: by window (`config.window`), [N, A * block_size, C + A * block_size] bool, see `block_mask`.
+
+        Returns:
+            [N, A, block_size, d].
+        """
+        context, rotations = self.context(features), self.rotations(context_positions)
+
+        def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            layer = self.layers[index]
+            past = layer.self_attn.key_value(context, rotations[layer.layer_type])
+            keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(past, (key, value), strict=True))
+            mask = masks[self.config.window(index)].unsqueeze(1)
+            mixed = F.scaled_dot_product_attention(
+                query.transpose(1, 2), keys, values, mask, scale=self.config.scaling, enable_gqa=True
+            )
+            return mixed.transpose(1, 2)
+
+        tokens, positions = self.block_tokens(anchors).flatten(1), self.block_positions(anchor_positions).flatten(1)
+        return self.backbone(tokens, positions, attend).unflatten(1, (anchors.shape[1], -1))
+
+
+def block_mask(
+    config: DSparkConfig,
+    context_positions: Tensor,
+    anchor_positions: Tensor,
+    window: int | None = None,
+    context_owner: Tensor | None = None,
+    anchor_owner: Tensor | None = None,
+) -> Tensor:
+    """Who sees whom: a slot sees the context in front of its anchor, and its own block.
+
+    Args:
+        context_positions: [N, C] int64.
+        anchor_positions: [N, A] int64.
+        window: of the layers the mask is for (`config.window`): positions seen in front of the anchor.
+        context_owner, anchor_owner: [N, C] and [N, A] document ids where a row packs several documents.
+
+    Returns:
+        [N, A * block_size, C + A * block_size] bool.
+    """
+    distance = anchor_positions.unsqueeze(2) - context_positions.unsqueeze(1)  # [N, A, C]
+    seen = distance > 0
+    if window is not None:
+        seen &= distance <= window
+    if context_owner is not None and anchor_owner is not None:
+        seen &= anchor_owner.unsqueeze(2) == context_owner.unsqueeze(1)
+    slots = torch.arange(anchor_positions.shape[1] * config.block_size, device=anchor_positions.device)
+    block = slots // config.block_size
+    own = block.unsqueeze(1) == block.unsqueeze(0)
+    if window is not None and not config.sliding_window_non_causal:
+        own &= slots.unsqueeze(1) >= slots.unsqueeze(0)
+    return torch.cat([seen[:, block], own.expand(seen.shape[0], -1, -1)], 2)
+
+
+class DSparkDrafter:
+    """`Drafter` over a `DSparkModel`: keeps the projected context in the paged cache and drafts one block per call.
+
+    A draft step projects the rows just committed and the block, never the whole context again. The block always runs
+    at its trained length, because attention inside it is bidirectional and a shorter one would be another model; a
+    smaller gamma only draws fewer tokens from it. Its keys and values pass through the `block_slots` cache slots from
+    the anchor on, which `extend` overwrites once the target has run there.
+    """
+
+    def __init__(self, model: DSparkModel, gamma: int | None = None, *, origin: str = "") -> None:
+        """
+        Args:
+            gamma: draft tokens per block, 1 ... `config.gamma` (the default).
+            origin: where it came from, for messages.
+
+        Raises:
+            DrafterError: gamma is out of range.
+        """
+        config = model.config
+        self.gamma = config.gamma if gamma is None else gamma
+        self.origin = origin or f"{config.kind} drafter"
+        if not 1 <= self.gamma <= config.gamma:
+            raise DrafterError(
+                f"gamma {gamma} for {self.origin}: it was trained for blocks of {config.gamma} draft tokens; "
+                f"allowed are 1 to {config.gamma}"
+            )
+        self.model, self.config, self.name = model, config, config.kind
+        self.feature_layers = config.target_layer_ids
+        self.block_slots = config.block_size
+        self.cache_layers = tuple(
+            LayerSpec(config.num_key_value_heads, config.head_dim, config.head_dim, self._cache_window(layer))
+            for layer in range(config.num_hidden_layers)
+        )
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.model.vocabulary
+
+    def bind(self, target: Target) -> None:
+        """Check the fit and share the target's embedding and head.
+
+        Raises:
+            DrafterError: names both sides of every misfit.
+        """
+        from surefoot.drafters.checkpoint import fit_problems
+
+        problems = fit_problems(self, target.config)
+        if problems:
+            raise DrafterError(
+                f"{self.origin} does not fit {getattr(target, 'name', 'the target')}: {'; '.join(problems)}. "
+                "Use the target it was trained for, or train one for this target with 'surefoot train'"
+            )
+        self.model.share(target)
+
+    @torch.no_grad()
+    def extend(self, features: Tensor, batch: FlatBatch, cache: PagedCache) -> None:
+        context, rotations = self.model.context(features), self.model.rotations(batch.positions)
+        slots = batch.cache_slots[cache.drafter_group]
+        for layer, storage in zip(self.model.layers, cache.drafter_kv, strict=True):
+            _store(storage, slots, layer.self_attn.key_value(context, rotations[layer.layer_type]))
+
+    @torch.no_grad()
+    def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft:
+        """Draft gamma tokens behind each anchor; `signal` is the top-2 margin of q_k's logits."""
+        anchor = context.history[context.slots, context.lengths]
+        block = self.block_hidden(context, anchor)
+        first, markov, confidence_head = self.config.first_slot, self.model.markov_head, self.model.confidence_head
+        hidden = block[:, first : first + self.gamma]
+        base = self.model.logits(hidden)
+
+        previous, state = anchor, anchor.new_empty(0)
+        if markov is not None:
+            start = markov.embed(anchor)
+            state = markov.initial_state(start)
+            if first:  # a recurrent state is trained through the anchor's slot as well
+                _, state = markov.step(start, block[:, 0], state)
+        tokens, margins, confidences = [], [], []
+        for k in range(self.gamma):
+            logits = base[:, k]
+            embedded: Tensor | None = None
+            if markov is not None:
+                embedded = markov.embed(previous)
+                latent, state = markov.step(embedded, hidden[:, k], state)
+                logits = logits + markov.bias(latent)
+            if confidence_head is not None:
+                confidences.append(
+                    confidence_head(hidden[:, k], embedded if self.config.confidence_head_with_markov else None)
+                )
+            top = logits.topk(2, dim=-1).values
+            margins.append(top[:, 0] - top[:, 1])
+            previous = sampler.draw(k + 1, logits)
+            tokens.append(previous)
+        return Draft(
+            tokens=torch.stack(tokens, 1),
+            confidence_logits=torch.stack(confidences, 1) if confidences else None,
+            signal=torch.stack(margins, 1),
+        )
+
+    def block_hidden(self, context: DraftContext, anchor: Tensor) -> Tensor:
+        """Hidden states of all slots of all blocks, [R, block_size, d]."""
+        from surefoot.kernels.attention import paged_attention
+
+        cache, size = context.cache, self.config.block_size
+        assert cache is not None
+        table = cache.block_tables[cache.drafter_group]
+        capacity = table.shape[1] * cache.block_size
+        positions = self.model.block_positions(context.lengths)  # [R, block_size]
+        row_slot = context.slots.unsqueeze(1).expand_as(positions).flatten()
+        # Slots of the block that a full-length request has no room for are drafted into the void, the scratch block.
+        inside = (positions < capacity).flatten()
+        flat = positions.flatten()
+        write = torch.where(inside, cache.cache_slots(cache.drafter_group, row_slot, flat.clamp(max=capacity - 1)), 0)
+        ends = (context.lengths + size).clamp(max=capacity)
+        kv_lens = ends.unsqueeze(1).expand_as(positions).flatten()
+
+        def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            storage = cache.drafter_kv[index]
+            _store(storage, write, (key, value))
+
+            def run(query: Tensor, row_slot: Tensor, kv_lens: Tensor, window: int | None) -> Tensor:
+                return paged_attention(
+                    query.to(storage[0].dtype),
+                    *storage,
+                    table,
+                    row_slot,
+                    kv_lens,
+                    block_size=cache.block_size,
+                    scaling=self.config.scaling,
+                    window=window,
+                ).to(query.dtype)
+
+            window = self.config.window(index)
+            if window is None or self.config.sliding_window_non_causal:
+                return run(query, row_slot, kv_lens, None if window is None else window + size)
+            # Causal inside the block: slot j ends at itself, and its window starts where every other slot's does.
+            slots = query.unflatten(0, (-1, size))
+            causal = [
+                run(slots[:, j], context.slots, (context.lengths + j + 1).clamp(max=capacity), window + j + 1)
+                for j in range(size)
+            ]
+            return torch.stack(causal, 1).flatten(0, 1)
+
+        tokens = self.model.block_tokens(anchor).flatten()
+        return self.model.backbone(tokens, flat, attend).unflatten(0, (-1, size))
+
+    def _cache_window(self, layer: int) -> int | None:
+        window = self.config.window(layer)
+        return None if window is None else window + self.block_slots
+
+
+def _store(storage: tuple[Tensor, Tensor], slots: Tensor, key_value: tuple[Tensor, Tensor]) -> None:
+    for kept, new in zip(storage, key_value, strict=True):
+        kept.index_copy_(0, slots, new.to(kept.dtype))
+
+
+def _head_matrix(target: Target) -> Tensor | None:
+    """The target's head as a matrix [V, d_target]; None where it was packed for serving and is not the embedding."""
+    if isinstance(target.lm_head, nn.Linear):
+        return target.lm_head.weight
+    return target.embed_tokens.weight if getattr(target.config, "tie_word_embeddings", False) else None
+
+
+def _head_rows(target: Target, words: Tensor) -> Tensor:
+    """Rows `words` of the target's head matrix, [len(words), d_target]."""
+    matrix = _head_matrix(target)
+    if matrix is not None:
+        return matrix[words]
+    # A packed matrix gives its rows away through products with unit vectors: exact, and seconds for a large head.
+    table = target.embed_tokens.weight
+    units = torch.eye(table.shape[1], dtype=table.dtype, device=table.device)
+    return torch.cat([target.lm_head(some)[:, words] for some in units.split(64)]).T.contiguous()
+
+
+def _same(copy: Tensor, original: Tensor) -> bool:
+    return copy.shape == original.shape and copy.dtype == original.dtype and torch.equal(copy, original)

@@ -1,0 +1,93 @@
+"""A drafter without a model: what followed the last time the text looked like this?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surefoot.drafters.base import Draft, DraftContext, DraftSampler
+from surefoot.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from surefoot.cache.paged import LayerSpec, PagedCache
+    from surefoot.kernels.packing import FlatBatch
+    from surefoot.targets.target import Target
+
+
+class PromptLookupDrafter:
+    """Proposes the continuation of the longest earlier occurrence of the text's own suffix.
+
+    The suffix ends at the anchor and is looked for in prompt and output alike; a longer match wins, then the more
+    recent one. Match and suffix may overlap. Only committed tokens are read. With a match that ends d tokens in front
+    of the anchor the proposal is the text behind the match, and where that runs out, at the anchor, it starts again:
+    the text is taken to repeat with period d, which is what an overlapping match says. So a request proposes gamma
+    tokens or none.
+    """
+
+    name = "prompt-lookup"
+    feature_layers: tuple[int, ...] = ()
+    cache_layers: tuple[LayerSpec, ...] = ()
+    vocabulary: Tensor | None = None
+    block_slots = 0
+
+    def __init__(self, gamma: int, *, max_match: int = 16, min_match: int = 2) -> None:
+        """
+        Args:
+            gamma: tokens proposed behind the anchor.
+            max_match: match lengths are told apart up to this many tokens, 255 at most; the work grows with it.
+            min_match: a shorter match proposes nothing. A single common token matches almost anywhere.
+        """
+        if gamma < 1:
+            raise ConfigurationError(f"gamma {gamma} for prompt lookup: must be at least 1 (use drafter 'none' for 0)")
+        if not 1 <= min_match <= max_match <= 255:
+            raise ConfigurationError(
+                f"min_match {min_match}, max_match {max_match}: need 1 <= min_match <= max_match <= 255"
+            )
+        self.gamma, self.max_match, self.min_match = gamma, max_match, min_match
+
+    def bind(self, target: Target) -> None:
+        """Every target fits."""
+
+    def extend(self, features: Tensor, batch: FlatBatch, cache: PagedCache) -> None:
+        """The history is all the context there is."""
+
+    def propose(self, context: DraftContext, sampler: DraftSampler | None = None) -> Draft:
+        """One pass over the histories of all requests; q is a point mass on the proposal, so the sampler is not used.
+
+        Returns:
+            A draft whose `signal` is the match length (0: none) and whose `lengths` are gamma or 0.
+        """
+        # int32 halves the memory traffic of the comparisons, which is all the time this takes. Padding in front lets
+        # every candidate look back max_match tokens; -1 is no token.
+        reach = self.max_match - 1
+        text = context.history[:, : context.max_length + 1].index_select(0, context.slots).to(torch.int32)
+        padded = F.pad(text, (reach, 0), value=-1)
+        lengths = context.lengths.unsqueeze(1)  # [R, 1], index of the anchor
+        width = text.shape[1]
+        position = torch.arange(width, device=text.device)
+        suffix = padded.gather(1, lengths + torch.arange(reach, -1, -1, device=text.device))  # the anchor first
+
+        # matched[r, j]: how many tokens of the suffix stand at j, j - 1, ...; candidates end in front of the anchor.
+        alive = position < lengths
+        matched = torch.zeros(text.shape, dtype=torch.uint8, device=text.device)
+        for back in range(self.max_match):
+            alive &= padded[:, reach - back : reach - back + width] == suffix[:, back : back + 1]
+            matched += alive.view(torch.uint8)
+
+        # One key orders by match length, then by recency.
+        best = (matched.to(torch.int64) * width + position).argmax(1, keepdim=True)  # [R, 1]
+        length = matched.gather(1, best).to(torch.int64)
+        found = length >= self.min_match
+        period = (lengths - best).clamp(min=1)
+        ahead = torch.arange(self.gamma, device=text.device) % period
+        tokens = text.gather(1, (best + 1 + ahead).clamp(max=width - 1)).to(torch.int64)
+        signal = torch.where(found, length, 0).to(torch.float32).expand(-1, self.gamma)
+        return Draft(
+            tokens=torch.where(found, tokens, text.gather(1, lengths).to(torch.int64)),
+            lengths=torch.where(found, self.gamma, 0).squeeze(1),
+            signal=signal,
+            point_mass=True,
+        )

@@ -1,0 +1,128 @@
+"""Where a step runs, and how its result comes back to the host.
+
+`submit` may return before the step has run; `Pending.result` waits for it. Steps run in the order they were submitted, and
+everything on the device (lengths, block tables, cache) is only touched by them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any, Protocol
+
+import torch
+
+from surefoot.engine.step import StepInputs, StepOutputs
+
+Step = Callable[[StepInputs], StepOutputs]
+
+
+class HostOutputs:
+    """A step's outputs as plain lists, with the time the device took."""
+
+    def __init__(self, outputs: StepOutputs, device_ms: float) -> None:
+        self.device_ms = device_ms
+        self.rows = outputs.rows
+        self.replayed = outputs.replayed
+
+        def listed(value: torch.Tensor | None) -> Any:
+            return None if value is None else value.tolist()
+
+        self.accepted: list[int] = listed(outputs.accepted)
+        self.next_token: list[int] = listed(outputs.next_token)
+        self.drafts: list[list[int]] = listed(outputs.drafts)
+        self.widths: list[int] = listed(outputs.widths)
+        self.proposed: list[int] | None = listed(outputs.proposed)
+        # The planner and the estimator read these as arrays.
+        self.confidence = outputs.confidence
+        self.confidence_logits = outputs.confidence_logits
+        self.signal = outputs.signal
+        self.logprobs: list[float] | None = listed(outputs.logprobs)
+        self.top_logprobs: list[list[float]] | None = listed(outputs.top_logprobs)
+        self.top_tokens: list[list[int]] | None = listed(outputs.top_tokens)
+
+
+class Pending(Protocol):
+    def result(self) -> HostOutputs: ...
+
+
+class Device(Protocol):
+    overlaps: bool  # whether submit returns before the step has run
+
+    def submit(self, step: Step, inputs: StepInputs) -> Pending: ...
+
+
+class Ready:
+    def __init__(self, outputs: HostOutputs) -> None:
+        self._outputs = outputs
+
+    def result(self) -> HostOutputs:
+        return self._outputs
+
+
+class InlineDevice:
+    """The CPU: a step has run when `submit` returns."""
+
+    overlaps = False
+
+    def submit(self, step: Step, inputs: StepInputs) -> Pending:
+        start = time.perf_counter()
+        outputs = step(inputs)
+        return Ready(HostOutputs(outputs, (time.perf_counter() - start) * 1e3))
+
+
+class ThreadDevice:
+    """A device simulated by one worker thread that adds latency, so that the overlapped loop can be tested on a CPU."""
+
+    overlaps = True
+
+    def __init__(self, latency_ms: float = 0.0) -> None:
+        self.latency_ms = latency_ms
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="surefoot-device")
+
+    def submit(self, step: Step, inputs: StepInputs) -> Pending:
+        def run() -> HostOutputs:
+            start = time.perf_counter()
+            outputs = step(inputs)
+            time.sleep(self.latency_ms / 1e3)
+            return HostOutputs(outputs, (time.perf_counter() - start) * 1e3)
+
+        future: Future[HostOutputs] = self._worker.submit(run)
+        return future
+
+
+class CudaDevice:
+    """A CUDA stream: outputs travel to pinned memory behind the step, an event says when they have arrived."""
+
+    overlaps = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def submit(self, step: Step, inputs: StepInputs) -> Pending:
+        start, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        outputs = step(inputs)
+        done.record()
+        pinned: dict[str, Any] = {}
+        for field in fields(outputs):
+            value = getattr(outputs, field.name)
+            if isinstance(value, torch.Tensor):
+                pinned[field.name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                pinned[field.name].copy_(value, non_blocking=True)
+            else:
+                pinned[field.name] = value
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return _CudaPending(StepOutputs(**pinned), start, done, arrived)
+
+
+class _CudaPending:
+    def __init__(self, outputs: StepOutputs, start: Any, done: Any, arrived: Any) -> None:
+        self._outputs, self._start, self._done, self._arrived = outputs, start, done, arrived
+
+    def result(self) -> HostOutputs:
+        self._arrived.synchronize()
+        return HostOutputs(self._outputs, self._start.elapsed_time(self._done))

@@ -1,0 +1,187 @@
+"""From logits to the distribution a request samples from: the same processing for the target's p and the drafter's q.
+
+Order: repetition, presence and frequency penalties; logit bias; temperature; top-k; top-p; min-p. A row sees the history in
+front of *its own* position, so drafts inside a block count for the drafts behind them. Temperature 0 is a point mass on the
+first largest logit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surefoot.speculation.acceptance import Proposal, draw
+from surefoot.speculation.uniforms import Purpose, uniforms
+
+NUCLEUS_CANDIDATES = (
+    1024  # top-p looks at these largest probabilities first; sorting a whole vocabulary costs milliseconds
+)
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """Which stages any request of the step needs; known on the host, so that unused stages cost nothing."""
+
+    greedy: bool = True  # every request is greedy and unpenalised: argmax is all that is needed
+    penalties: bool = False
+    bias: bool = False
+    top_k: int = 0  # the largest top_k of the batch; 0 = off everywhere
+    top_p: bool = False
+    min_p: bool = False
+    logprobs: int = -1  # the largest number of top log-probs wanted; -1 = none
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Sampling parameters by state slot, on the device."""
+
+    temperature: Tensor  # [S] float32
+    top_k: Tensor  # [S] int64, 0 = off
+    top_p: Tensor  # [S] float32, 1 = off
+    min_p: Tensor  # [S] float32, 0 = off
+    repetition: Tensor  # [S] float32, 1 = off
+    presence: Tensor  # [S] float32
+    frequency: Tensor  # [S] float32
+    prompt_len: Tensor  # [S] int64; presence and frequency count output tokens only
+    seed: Tensor  # [S] int64
+    bias_ids: Tensor  # [S, B] int64 target ids
+    bias_values: Tensor  # [S, B] float32, 0 where unused
+
+
+def _penalised(
+    logits: Tensor, params: SamplingTensors, history: Tensor, slots: Tensor, seen: Tensor, vocab_size: int
+) -> Tensor:
+    """Penalties from history[s, :seen]: logits [N, V], slots [N], seen [N]."""
+    tokens = history[slots]  # [N, L]
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    visible = at < seen.unsqueeze(1)
+    output = visible & (at >= params.prompt_len[slots].unsqueeze(1))
+    tokens = tokens.clamp(0, vocab_size - 1)
+    counts = logits.new_zeros(logits.shape[0], vocab_size)
+    present = counts.scatter_add(1, tokens, visible.to(counts.dtype)) > 0
+    counts = counts.scatter_add(1, tokens, output.to(counts.dtype))
+    repetition = params.repetition[slots].unsqueeze(1)
+    logits = torch.where(present, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = logits - counts * params.frequency[slots].unsqueeze(1)
+    return logits - (counts > 0) * params.presence[slots].unsqueeze(1)
+
+
+def _nucleus_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Smallest probability kept by top-p: [N, V], [N] -> [N, 1]. The kept set is the smallest whose mass reaches top_p."""
+    size = probs.shape[-1]
+    count = min(NUCLEUS_CANDIDATES, size)
+    ordered = probs.topk(count, dim=-1).values
+    # The candidates suffice when they hold the mass; checking costs a host read, which only the CPU gets for free.
+    if count < size and (probs.device.type != "cpu" or bool((ordered.sum(-1) < top_p).any())):
+        ordered = probs.sort(dim=-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered  # mass in front of each candidate
+    kept = (before < top_p.unsqueeze(1)) | (torch.arange(ordered.shape[1], device=probs.device) == 0)
+    return ordered.gather(-1, kept.sum(-1, keepdim=True) - 1)
+
+
+def processed(
+    logits: Tensor,
+    params: SamplingTensors,
+    flags: SamplingFlags,
+    history: Tensor,
+    slots: Tensor,
+    seen: Tensor,
+    vocabulary: Tensor | None = None,
+) -> Tensor:
+    """Distribution each row is sampled from.
+
+    Args:
+        logits: [N, V] float32 (V is the draft vocabulary when `vocabulary` is given).
+        params: sampling parameters by state slot.
+        flags: stages that are needed.
+        history: [S, L] int64 token history.
+        slots: [N] int64, state slot of each row.
+        seen: [N] int64, tokens of the history in front of the token to be drawn.
+        vocabulary: [V] int64 target id of each column (None: identity).
+
+    Returns:
+        [N, V] float32, rows sum to 1.
+    """
+    logits = logits.to(torch.float32)
+    if flags.penalties:
+        if vocabulary is None:
+            logits = _penalised(logits, params, history, slots, seen, logits.shape[1])
+        else:  # work in target ids, where the history lives
+            wide = logits.new_zeros(logits.shape[0], int(vocabulary.max()) + 1)
+            wide[:, vocabulary] = logits
+            logits = _penalised(wide, params, history, slots, seen, wide.shape[1])[:, vocabulary]
+    if flags.bias:
+        ids, values = params.bias_ids[slots], params.bias_values[slots]  # [N, B]
+        if vocabulary is None:
+            logits = logits.scatter_add(1, ids, values)
+        else:
+            match = (vocabulary.unsqueeze(0).unsqueeze(0) == ids.unsqueeze(-1)).to(values.dtype)  # [N, B, V]
+            logits = logits + (match * values.unsqueeze(-1)).sum(1)
+    temperature = params.temperature[slots].unsqueeze(1)
+    greedy = temperature <= 0
+    probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature), -1)
+    point = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    if flags.top_k:
+        k = params.top_k[slots]
+        ordered = probs.topk(min(flags.top_k, probs.shape[-1]), dim=-1).values
+        threshold = ordered.gather(-1, (k - 1).clamp(0, ordered.shape[-1] - 1).unsqueeze(1))
+        probs = torch.where((probs >= threshold) | (k <= 0).unsqueeze(1), probs, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    if flags.top_p:
+        top_p = params.top_p[slots]
+        probs = torch.where((probs >= _nucleus_threshold(probs, top_p)) | (top_p >= 1).unsqueeze(1), probs, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    if flags.min_p:
+        floor = probs.amax(-1, keepdim=True) * params.min_p[slots].unsqueeze(1)
+        probs = torch.where(probs >= floor, probs, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return torch.where(greedy, point, probs)
+
+
+class BlockSampler:
+    """Draws a block left to right and keeps the distributions it drew from: the engine's `DraftSampler`.
+
+    x_k is written into the frontier of the history as soon as it is drawn, so that penalties of position k + 1 see it.
+    """
+
+    def __init__(
+        self,
+        params: SamplingTensors,
+        flags: SamplingFlags,
+        history: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        steps: Tensor,
+        gamma: int,
+        vocabulary: Tensor | None,
+    ) -> None:
+        self._params, self._flags, self._history = params, flags, history
+        self._slots, self._lengths, self._steps = slots, lengths, steps
+        self._gamma, self._vocabulary = gamma, vocabulary
+        self._probs: Tensor | None = None  # [R, gamma, V_draft]
+        self._draft_ids = slots.new_zeros(slots.shape[0], gamma)
+
+    def draw(self, k: int, logits: Tensor) -> Tensor:
+        if self._flags.greedy:
+            index = logits.argmax(-1)
+        else:
+            seen = self._lengths + k
+            probs = processed(
+                logits, self._params, self._flags, self._history, self._slots, seen, vocabulary=self._vocabulary
+            )
+            if self._probs is None:
+                self._probs = probs.new_zeros(probs.shape[0], self._gamma, probs.shape[1])
+            self._probs[:, k - 1] = probs
+            u = uniforms(self._params.seed[self._slots], self._steps, Purpose.DRAFT, torch.full_like(self._slots, k))
+            index = draw(self._probs[:, k - 1], u)
+        self._draft_ids[:, k - 1] = index
+        token = index if self._vocabulary is None else self._vocabulary[index]
+        self._history[self._slots, self._lengths + k] = token
+        return token
+
+    @property
+    def proposal(self) -> Proposal:
+        """What the block was drawn from; the acceptance divides by this very tensor."""
+        return Proposal(self._probs, self._vocabulary, self._draft_ids)

@@ -1,0 +1,397 @@
+"""The engine: requests in, one event per request and step out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from surefoot.cache.blocks import BlockManager
+from surefoot.cache.paged import PagedCache
+from surefoot.drafters.base import Drafter
+from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
+from surefoot.engine.distribution import SamplingFlags
+from surefoot.engine.graphs import EagerRunner, TargetRunner
+from surefoot.engine.output import OutputEvent, OutputProcessor, TokenLogprobs
+from surefoot.engine.policy import Plan, WidthPolicy
+from surefoot.engine.request import Request, Status
+from surefoot.engine.scheduler import Schedule, Scheduled, Scheduler
+from surefoot.engine.state import DeviceState
+from surefoot.engine.step import DecodeStep, StepInputs
+from surefoot.errors import ConfigurationError, RequestError
+from surefoot.sampling import SamplingParams
+from surefoot.speculation.statistics import Statistics
+from surefoot.targets.target import Target
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an engine; every field has a default that works on a workstation."""
+
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None  # None: what the target can, capped so that the cache fits
+    block_size: int = 16
+    num_blocks: int | None = None  # None: every slot can reach max_model_len, capped by cache_bytes
+    cache_bytes: int = 1 << 30
+    prefix_reuse: bool = True
+    uniform_widths: bool = False  # static mode: one width for the whole batch
+    overlap: bool | None = None  # None: where the device overlaps
+    check_layout: bool = False
+    seed: int = 0
+
+
+@dataclass
+class InFlight:
+    """A submitted step and what it was made of."""
+
+    pending: Pending
+    inputs: StepInputs
+    parts: list[Scheduled]
+    plan: Plan
+    host_ms: float
+
+
+class Engine:
+    """Continuous batching over one target and one drafter.
+
+    `step()` is the whole loop: schedule, launch, collect. With an overlapping device the step just launched is collected one
+    call later, so the host works while the device runs.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        policy: WidthPolicy,
+        config: EngineConfig | None = None,
+        *,
+        runner: TargetRunner | None = None,
+        device: Device | None = None,
+    ) -> None:
+        config = config or EngineConfig()
+        self.target, self.drafter, self.policy, self.config = target, drafter, policy, config
+        self.gamma = drafter.gamma if drafter else 0
+        # A drafter's block may be longer than the tokens it proposes; its slots lie in the frontier, too.
+        frontier = max(self.gamma + 1, getattr(drafter, "block_slots", 0))
+        self.max_model_len = _model_length(target, config)
+        if config.max_num_batched_tokens < config.max_num_seqs * frontier:
+            raise ConfigurationError(
+                f"max_num_batched_tokens={config.max_num_batched_tokens} cannot hold one block of {frontier} rows for each of "
+                f"max_num_seqs={config.max_num_seqs} requests: raise it to {config.max_num_seqs * frontier} or more"
+            )
+        # A step in flight and the next one may both grow a request by a whole block.
+        room = 2 * frontier
+        num_blocks, window_blocks = _cache_blocks(target, drafter, config, self.max_model_len + room)
+        self.cache = PagedCache(
+            target.layers,
+            drafter.cache_layers if drafter else (),
+            num_blocks=num_blocks,
+            num_window_blocks=window_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len + room,
+            dtype=target.dtype,
+            device=target.device,
+        )
+        self.blocks = BlockManager(
+            self.cache.windows, self.cache.group_blocks, config.block_size, prefix_reuse=config.prefix_reuse
+        )
+        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, config.max_num_batched_tokens, frontier)
+        self.state = DeviceState(config.max_num_seqs, self.max_model_len, room + 1, target.device)
+        self.runner = runner or EagerRunner(target)
+        self.device = device or InlineDevice()
+        self.overlap = self.device.overlaps if config.overlap is None else config.overlap
+        self.decode_step = DecodeStep(
+            self.runner,
+            drafter,
+            self.cache,
+            self.state,
+            policy.confidence,
+            self.gamma,
+            uniform_widths=config.uniform_widths,
+            check_layout=config.check_layout,
+        )
+        self.requests: dict[str, Request] = {}
+        self._in_flight: InFlight | None = None
+        self._arrivals = 0
+
+    @property
+    def statistics(self) -> Statistics:
+        return self.policy.statistics
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, in plain JSON data (design.md section 7)."""
+        return {
+            **self.statistics.to_dict(),
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "blocks_used": [pool.num_used for pool in self.blocks.pools],
+            "blocks_total": [pool.num_blocks - 1 for pool in self.blocks.pools],
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """What the engine was assembled from."""
+        return {
+            "target": self.target.name,
+            "drafter": self.drafter.name if self.drafter else "none",
+            "gamma": self.gamma,
+            "planner": self.policy.describe(),
+            "max_num_seqs": self.config.max_num_seqs,
+            "max_model_len": self.max_model_len,
+            "cache_bytes": self.cache.num_bytes,
+        }
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+    ) -> Request:
+        """Queue a prompt.
+
+        Raises:
+            RequestError: an empty or too long prompt, a token id outside the vocabulary, a reused request id.
+        """
+        tokens = list(prompt_token_ids)
+        self._check_prompt(tokens, params)
+        room = self.max_model_len - len(tokens)
+        if params.max_tokens is None or params.max_tokens > room:
+            params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        number = self._arrivals
+        self._arrivals += 1
+        request_id = request_id or f"request-{number}"
+        if request_id in self.requests:
+            raise RequestError(
+                f"request id {request_id!r} is in use: choose another, or wait until that request has ended"
+            )
+        gamma = self.gamma if params.gamma is None else min(params.gamma, self.gamma)
+        request = Request(
+            request_id,
+            tokens,
+            params,
+            seed=_signed(params.seed) if params.seed is not None else (self.config.seed + 1) * 0x9E3779B1 + number,
+            output=OutputProcessor(
+                params, self.target.tokenizer, self.target.eos_token_ids, tokens, request_id=request_id
+            ),
+            gamma=gamma if params.speculative else 0,
+            arrival=number,
+            prompt=prompt,
+            breaker=self.policy.new_breaker(),
+        )
+        self.requests[request_id] = request
+        self.scheduler.add(request)
+        return request
+
+    def _check_prompt(self, tokens: list[int], params: SamplingParams) -> None:
+        if not tokens:
+            raise RequestError("the prompt has no tokens: give at least one")
+        if len(tokens) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens, this engine serves at most {self.max_model_len} with the answer: "
+                f"shorten it or raise max_model_len"
+            )
+        vocab = self.target.vocab_size
+        params.check_vocabulary(vocab)
+        bad = next((token for token in tokens if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise RequestError(f"prompt token {bad} is outside the target's vocabulary (0 ... {vocab - 1})")
+
+    def cancel(self, request_id: str) -> OutputEvent | None:
+        """End a request now: its slot and blocks are free at once, and a step in flight emits nothing for it."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        event = request.output.abort()
+        self._finish(request)
+        return event
+
+    def _finish(self, request: Request) -> None:
+        self.policy.leave(request)
+        self.scheduler.finish(request)
+        request.finished_at = time.monotonic()
+        self.requests.pop(request.request_id, None)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
+    # -- the loop ----------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[tuple[Request, OutputEvent]]:
+        """Advance every scheduled request by one step; one event for each that emitted."""
+        return self._overlapped_step() if self.overlap else self._plain_step()
+
+    def _plain_step(self) -> list[tuple[Request, OutputEvent]]:
+        schedule = self.scheduler.schedule()
+        launched = self._launch(schedule)
+        return self._collect(launched)
+
+    def _overlapped_step(self) -> list[tuple[Request, OutputEvent]]:
+        schedule = self.scheduler.schedule()
+        launched = self._launch(schedule)
+        collected, self._in_flight = self._in_flight, launched
+        return self._collect(collected)
+
+    def _launch(self, schedule: Schedule) -> InFlight | None:
+        if not schedule.scheduled:
+            return None
+        start = time.perf_counter()
+        for request in schedule.preempted:
+            self.policy.leave(request)
+        plan = self.policy.plan(schedule.scheduled)
+        parts = [*plan.drafted, *plan.undrafted, *(part for part in schedule.scheduled if not part.emits)]
+        emitting = parts[: len(plan.drafted) + len(plan.undrafted)]
+        inputs = StepInputs(
+            slots=[part.request.slot for part in parts],
+            num_drafted=len(plan.drafted),
+            num_emitting=len(emitting),
+            context_rows=[part.context_rows for part in parts],
+            steps=[part.request.num_launched for part in emitting],
+            limits=plan.limits,
+            budget=plan.budget,
+            decide=plan.decide,
+            forced=plan.forced,
+            flags=sampling_flags([part.request.params for part in emitting]),
+            updates=schedule.updates,
+            max_length=max(part.request.num_cached + part.request.in_flight for part in parts),
+        )
+        for part in parts:
+            part.request.num_launched += int(part.emits)
+            if part.emits:
+                part.request.in_flight += part.context_rows + self.gamma + 1
+            else:  # a prompt chunk has no surprises
+                part.request.num_cached += part.context_rows
+        host_ms = (time.perf_counter() - start) * 1e3
+        return InFlight(self.device.submit(self.decode_step, inputs), inputs, parts, plan, host_ms)
+
+    def _collect(self, launched: InFlight | None) -> list[tuple[Request, OutputEvent]]:
+        if launched is None:
+            return []
+        outputs = launched.pending.result()
+        start = time.perf_counter()
+        events: list[tuple[Request, OutputEvent]] = []
+        kept: list[int] = []
+        row = 0
+        for index, part in enumerate(launched.parts[: launched.inputs.num_emitting]):
+            request = part.request
+            width = outputs.widths[index] if index < launched.inputs.num_drafted else 0
+            if request.status is Status.RUNNING:
+                events.append((request, self._emit(part, index, row, width, outputs, launched)))
+                kept.append(events[-1][1].num_kept)
+            else:
+                kept.append(0)
+            row += width + 1
+        for part in launched.parts[launched.inputs.num_emitting :]:
+            request = part.request
+            if request.status is Status.RUNNING:
+                self.blocks.commit(request.slot, request.token_ids, request.num_cached)
+        launched.host_ms += (time.perf_counter() - start) * 1e3
+        # With an overlapping device the host's time is hidden behind the next step.
+        self.policy.observe(launched.plan, launched.inputs, outputs, kept, 0.0 if self.overlap else launched.host_ms)
+        return events
+
+    def _emit(
+        self, part: Scheduled, index: int, row: int, width: int, outputs: HostOutputs, launched: InFlight
+    ) -> OutputEvent:
+        """Hand one ordered block to the output, and drop everywhere what lies behind a stop."""
+        request, accepted = part.request, outputs.accepted[index]
+        drafted = index < launched.inputs.num_drafted
+        tokens = [*(outputs.drafts[index][:accepted] if accepted else ()), outputs.next_token[index]]
+        event = request.output.push(tokens, _token_logprobs(request.params, tokens, row, outputs))
+        if request.first_token_at is None:
+            request.first_token_at, request.first_block = time.monotonic(), event.num_kept
+        request.token_ids.extend(tokens[: event.num_kept])
+        request.num_cached += part.context_rows + accepted + 1
+        request.in_flight = max(0, request.in_flight - part.context_rows - self.gamma - 1)
+        if drafted:
+            proposed = outputs.proposed[index] if outputs.proposed is not None else self.gamma
+            request.statistics.record(proposed, width, accepted, event.num_kept)
+        else:
+            request.statistics.record(0, 0, 0, event.num_kept)
+        self.blocks.commit(request.slot, request.token_ids, min(request.num_cached, len(request.token_ids)))
+        if event.finish_reason is not None:
+            self._finish(request)
+        return event
+
+
+def sampling_flags(params: list[SamplingParams]) -> SamplingFlags:
+    """Which processing stages these requests need between them."""
+    penalties = any(p.penalized for p in params)
+    bias = any(p.logit_bias for p in params)
+    return SamplingFlags(
+        greedy=not penalties and not bias and all(p.greedy for p in params),
+        penalties=penalties,
+        bias=bias,
+        top_k=max((p.top_k for p in params), default=0),
+        top_p=any(p.top_p < 1 for p in params),
+        min_p=any(p.min_p > 0 for p in params),
+        logprobs=max((-1 if p.logprobs is None else p.logprobs for p in params), default=-1),
+    )
+
+
+def _signed(seed: int) -> int:
+    """A seed of up to 64 bits as the int64 with the same bits."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+def _token_logprobs(
+    params: SamplingParams, tokens: list[int], row: int, outputs: HostOutputs
+) -> list[TokenLogprobs] | None:
+    if params.logprobs is None or outputs.logprobs is None:
+        return None
+    entries = []
+    for offset, token in enumerate(tokens):
+        top: list[tuple[int, float]] = []
+        if params.logprobs and outputs.top_tokens is not None and outputs.top_logprobs is not None:
+            ranked = zip(outputs.top_tokens[row + offset], outputs.top_logprobs[row + offset], strict=True)
+            top = list(ranked)[: params.logprobs]
+        entries.append(TokenLogprobs(token, outputs.logprobs[row + offset], top))
+    return entries
+
+
+def _model_length(target: Target, config: EngineConfig) -> int:
+    limit = target.max_model_len
+    if config.max_model_len is None:
+        return min(limit, 8192)
+    if not 1 < config.max_model_len <= limit:
+        raise ConfigurationError(
+            f"max_model_len={config.max_model_len} is outside 2 ... {limit}, what {target.name} can address"
+        )
+    return config.max_model_len
+
+
+def _cache_blocks(target: Target, drafter: Drafter | None, config: EngineConfig, length: int) -> tuple[int, int]:
+    """Blocks of the full and of every sliding group.
+
+    Every slot can reach the full length, unless that takes more than `cache_bytes`; one request always fits.
+    """
+    size = config.block_size
+    per_sequence = -(-length // size)
+    windows = {spec.window for spec in target.layers if spec.window is not None}
+    window_blocks = 0
+    if windows:
+        # What a row sees, the chunk being read, and the frontier of two steps.
+        reach = max(windows) + config.max_num_batched_tokens
+        window_blocks = 1 + config.max_num_seqs * min(per_sequence, -(-reach // size) + 2)
+    if config.num_blocks is not None:
+        wanted = config.num_blocks
+        if wanted < per_sequence + 1:
+            raise ConfigurationError(
+                f"num_blocks={wanted} cannot hold one request of {length} positions in blocks of {size}: "
+                f"allow at least {per_sequence + 1}, or lower max_model_len"
+            )
+        return wanted, min(window_blocks, wanted)
+    layers = [spec for spec in target.layers if spec.window is None]
+    layers += list(drafter.cache_layers) if drafter else []
+    block_bytes = (
+        sum(spec.num_kv_heads * (spec.head_dim + spec.value_dim) for spec in layers) * target.dtype.itemsize * size
+    )
+    affordable = config.cache_bytes // max(block_bytes, 1)
+    return 1 + max(per_sequence, min(per_sequence * config.max_num_seqs, affordable)), window_blocks

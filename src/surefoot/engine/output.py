@@ -1,0 +1,320 @@
+"""From accepted token ids to the text a client sees: one ordered block in, one event out.
+
+Speculation accepts 1 … γ+1 tokens per step. `OutputProcessor.push` takes them as one block and walks them one by one,
+so that where a block happens to end can never change what is emitted: stop ids, stop strings, end tokens and the length
+cap are applied after every token, the rest of the block is reported as dropped, and only then does one event leave.
+
+Three small machines follow one another, each linear in the output and each unaware of blocks:
+
+    token id ─▶ Detokenizer ─▶ characters that can no longer change ─▶ StopStrings ─▶ text that cannot be part of a stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+from surefoot.errors import RequestError
+from surefoot.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder shows for bytes that are not (yet) a character."""
+
+CONTEXT_TOKENS = 4
+"""Tokens decoded in front of a new one. An unfinished character has at most three bytes, hence at most three tokens,
+and rules about leading spaces look one token back."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The target's own log-probability of one emitted token, and of the likeliest tokens at its position."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass
+class OutputEvent:
+    """What one step did for one request; the texts of all events concatenate to the request's text."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """Ids emitted this step: the block up to and including the token that ended the request."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per entry of `token_ids`, or None if the request asked for none."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop id or stop string that ended the request; None for an end token, a length cap or an abort."""
+    num_kept: int = 0
+    """How many tokens of the block survive. Whatever lies behind them must leave the cache, the drafter's context, the
+    prefix index and the usage figures."""
+    request_id: str | None = None
+
+
+class OutputProcessor:
+    """Output state of one request.
+
+    `tokenizer` is anything with the `decode` of a Hugging Face tokenizer; None serves token ids without text (then stop
+    strings cannot be honoured, and are refused). `prompt_token_ids` decide how the first output token is written (some
+    tokenizers drop the space in front of the first word of a text). `max_model_len` caps prompt + output.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: Any | None,
+        eos_token_ids: Collection[int],
+        prompt_token_ids: Sequence[int],
+        *,
+        max_model_len: int | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        if tokenizer is None and params.stop_strings:
+            raise RequestError("stop strings need a tokenizer, and this target has none: use stop_token_ids")
+        self.params = params
+        self.request_id = request_id
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._pieces: list[str] = []
+        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._stop_ids = frozenset(params.stop_token_ids or ())
+        caps = [params.max_tokens, None if max_model_len is None else max_model_len - len(prompt_token_ids)]
+        self._cap = min((cap for cap in caps if cap is not None), default=None)
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop_strings)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        """All text emitted so far."""
+        return "".join(self._pieces)
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> OutputEvent:
+        """Emit one block. After the end of the request nothing is kept and nothing is emitted."""
+        if self.logprobs is not None and (logprobs is None or len(logprobs) != len(token_ids)):
+            given = "none" if logprobs is None else str(len(logprobs))
+            raise ValueError(f"{len(token_ids)} tokens came with {given} log-probs; the request asked for one each")
+        text: list[str] = []
+        kept = 0
+        for token_id in token_ids:
+            if self.finished:
+                break
+            kept += 1
+            self.token_ids.append(token_id)
+            text.append(self._accept(token_id))
+        event = OutputEvent(text="".join(text), token_ids=list(token_ids[:kept]), num_kept=kept)
+        if self.logprobs is not None and logprobs is not None:
+            event.logprobs = list(logprobs[:kept])
+            self.logprobs += event.logprobs
+        return self._emit(event)
+
+    def abort(self) -> OutputEvent:
+        """End the request now; text held back so far is in the event, and nothing comes after it."""
+        return self._emit(OutputEvent(text="" if self.finished else self._finish("abort")))
+
+    def _emit(self, event: OutputEvent) -> OutputEvent:
+        event.request_id, event.finish_reason, event.stop_reason = self.request_id, self.finish_reason, self.stop_reason
+        self._pieces.append(event.text)
+        return event
+
+    def _accept(self, token_id: int) -> str:
+        """Text that one more token releases. A stop is looked for before the length cap."""
+        may_stop = len(self.token_ids) >= self.params.min_tokens
+        if may_stop and (token_id in self._eos or token_id in self._stop_ids):
+            visible = self.params.include_stop_str_in_output
+            text = self._stops.push(self._characters(token_id), search=False).text if visible else ""
+            return text + self._finish("stop", token_id if token_id in self._stop_ids else None)
+        text, found = self._stops.push(self._characters(token_id), search=may_stop)
+        if found is not None:
+            self.finish_reason, self.stop_reason = "stop", found
+            return text + found if self.params.include_stop_str_in_output else text
+        if self._cap is not None and len(self.token_ids) >= self._cap:
+            text += self._finish("length")
+        return text
+
+    def _characters(self, token_id: int) -> str:
+        return "" if self._detokenizer is None else self._detokenizer.push(token_id)
+
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> str:
+        """Set the reason; return what was held back for a character or a stop string that will not come."""
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        return self._stops.flush() + ("" if self._detokenizer is None else self._detokenizer.flush())
+
+
+class StopSearch(NamedTuple):
+    text: str  # released: can no longer be part of a stop string
+    found: str | None  # the stop string that ended the text
+
+
+class StopStrings:
+    """Looks for stop strings in growing text, holding back the longest end of it that may still become one.
+
+    Of several stop strings the one that is complete first counts; of those complete on the same character, the longest.
+    That rule does not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str, *, search: bool = True) -> StopSearch:
+        """Add text. With `search` false a complete stop string passes as ordinary text."""
+        if not self._stops or not text:
+            return StopSearch(text, None)
+        known, pending = len(self._held), self._held + text
+        if search:
+            # Only ends inside the new text count: an older one was passed on purpose (min_tokens).
+            ends = [
+                (start + len(stop), start, stop)
+                for stop in self._stops
+                if (start := pending.find(stop, max(0, known + 1 - len(stop)))) >= 0
+            ]
+            if ends:
+                _, start, stop = min(ends)
+                self._held = ""
+                return StopSearch(pending[:start], stop)
+        cut = len(pending) - self._overlap(pending)
+        self._held = pending[cut:]
+        return StopSearch(pending[:cut], None)
+
+    def flush(self) -> str:
+        """Release what is held: no more text will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _overlap(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with and goes beyond."""
+        longest = max(map(len, self._stops)) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            end = text[-length:]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class Detokenizer:
+    """Turns token ids into the characters they complete, at constant cost per token.
+
+    Text is what `tokenizer.decode` (without space clean-up, which rewrites text already sent) shows for prompt +
+    output, less the prompt. A new token is decoded behind the few tokens before it, and the difference is its text; a
+    replacement character at the very end may be the beginning of a character and waits for the next token.
+    `DecodeStream` of the `tokenizers` package works alike, but decodes its whole buffer again for every token until a
+    valid character appears (quadratic on malformed bytes), fails where a decoder rewrites older text, and has no flush.
+
+    Byte-fallback tokens (`<0xE2>`) go byte by byte through UTF-8, as in SentencePiece: a character is out as soon as it
+    is complete, and a byte that belongs to none shows as one replacement character. The `tokenizers` package instead
+    blanks a whole run of bytes, complete characters included, when one of them is malformed; nobody can stream that.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+        traits = traits_of(tokenizer)
+        self._bytes = traits.byte_values
+        self._skipped = traits.special_ids if skip_special_tokens else frozenset()
+        self._decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        self._window: list[int] = []  # context, then tokens whose text is not complete
+        for token_id in reversed(prompt_token_ids):
+            if len(self._window) == CONTEXT_TOKENS:
+                break
+            if token_id not in self._skipped:
+                self._window.insert(0, token_id)
+        self._text = self._decode(self._window) if self._window else ""  # of the window
+        self._sent = self._text  # the part of it that is out
+        self._character = b""  # byte-fallback bytes of a character that is not complete
+
+    def push(self, token_id: int) -> str:
+        """Characters that became certain with this token."""
+        if token_id in self._skipped:
+            return ""
+        byte = self._bytes.get(token_id)
+        text = self._finish_bytes() if byte is None else self._finish_window() + self._push_byte(byte)
+        if len(self._window) >= 2 * CONTEXT_TOKENS:
+            self._window = self._window[-CONTEXT_TOKENS:]
+            text_now = self._decode(self._window)
+            self._sent = text_now if self._sent == self._text else certain(text_now)
+        self._window.append(token_id)
+        self._text = self._decode(self._window)
+        if byte is not None:
+            self._sent = self._text  # as context only: its character takes the other way out
+        elif self._sent.endswith(REPLACEMENT) and not self._text.startswith(self._sent):
+            self._sent = self._sent[:-1]  # the prompt ended inside this character
+        return text + self._send(certain(self._text))
+
+    def flush(self) -> str:
+        """What is left of an unfinished character, as the decoder shows it."""
+        return self._finish_window() + self._finish_bytes()
+
+    def _send(self, text: str) -> str:
+        """What `text`, of the window, adds to what is out."""
+        if len(text) <= len(self._sent):
+            return ""
+        added, self._sent = text[len(self._sent) :], text
+        return added
+
+    def _finish_window(self) -> str:
+        return self._send(self._text)
+
+    def _finish_bytes(self) -> str:
+        lost, self._character = len(self._character), b""
+        return REPLACEMENT * lost
+
+    def _push_byte(self, byte: int) -> str:
+        """The character this byte completes, or a replacement for every byte it proves malformed."""
+        character = self._character + bytes([byte])
+        try:
+            text = character.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                self._character = character
+                return ""
+            if self._character:
+                return self._finish_bytes() + self._push_byte(byte)
+            return REPLACEMENT
+        self._character = b""
+        return text
+
+
+def certain(text: str) -> str:
+    """`text` without a replacement character at its end, which the next token may turn into something else."""
+    return text[:-1] if text.endswith(REPLACEMENT) else text
+
+
+class TokenizerTraits(NamedTuple):
+    special_ids: frozenset[int]  # ids that `skip_special_tokens` leaves out
+    byte_values: dict[int, int]  # byte-fallback id → byte; empty for other tokenizers
+
+
+_TRAITS: WeakKeyDictionary[Any, TokenizerTraits] = WeakKeyDictionary()
+
+
+def traits_of(tokenizer: Any) -> TokenizerTraits:
+    """What `tokenizer` says about single ids, asked once per tokenizer."""
+    if (known := _TRAITS.get(tokenizer)) is not None:
+        return known
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    candidates = {*getattr(tokenizer, "all_special_ids", ()), *(i for i, token in added.items() if token.special)}
+    special_ids = frozenset(i for i in candidates if not tokenizer.decode([i], skip_special_tokens=True))
+    byte_values = {}
+    if hasattr(tokenizer, "convert_tokens_to_ids"):
+        for byte in range(256):
+            name = f"<0x{byte:02X}>"
+            token_id = tokenizer.convert_tokens_to_ids(name)
+            if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != name:
+                continue  # unknown, or the unknown token
+            if tokenizer.decode([token_id]) != name:  # else an ordinary token with that very text
+                byte_values[token_id] = byte
+    traits = _TRAITS[tokenizer] = TokenizerTraits(special_ids, byte_values)
+    return traits

@@ -1,0 +1,149 @@
+"""Who runs in the next step: running requests first, oldest first, then prompts as slots, blocks and rows allow."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from dataclasses import dataclass, field
+
+from surefoot.cache.blocks import BlockManager
+from surefoot.engine.request import Request, Status
+from surefoot.engine.state import SlotUpdate, StateUpdates, TableUpdate
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One request's part of a step."""
+
+    request: Request
+    context_rows: int  # prompt rows in front of the anchor
+    emits: bool  # False for a prompt chunk that is not the last one
+    may_draft: bool  # a pure decode: the drafter's context reaches up to the anchor
+
+
+@dataclass
+class Schedule:
+    scheduled: list[Scheduled] = field(default_factory=list)
+    updates: StateUpdates = field(default_factory=StateUpdates)
+    preempted: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill.
+
+    Args:
+        blocks: the block manager.
+        max_num_seqs: state slots.
+        max_num_batched_tokens: rows one step may have.
+        frontier: positions reserved behind a committed length (gamma + 1).
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        frontier: int,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        self.blocks, self.frontier = blocks, frontier
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefill_chunk = prefill_chunk or max_num_batched_tokens
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda r: r.precedence)
+
+    def schedule(self) -> Schedule:
+        """Choose the next step's rows and reserve their blocks.
+
+        With a step in flight (`request.in_flight`), lengths are upper bounds and nobody is preempted: the caller collects the
+        step and asks again.
+        """
+        result = Schedule()
+        rows = self.max_num_batched_tokens
+        for request in list(self.running):
+            if not request.is_running:  # preempted below, for an older one
+                continue
+            rows -= self._schedule_running(request, rows, result)
+        # A waiting request enters only when nobody had to leave for lack of blocks.
+        while self.waiting and self._free_slots and rows > 0 and not result.preempted:
+            if not self._admit(self.waiting[0], rows, result):
+                break
+            rows -= result.scheduled[-1].context_rows + 1
+        return result
+
+    def _schedule_running(self, request: Request, rows: int, result: Schedule) -> int:
+        """Rows used; 0 when the request has to sit this step out."""
+        remaining = len(request.token_ids) - request.num_cached
+        decoding = request.in_flight > 0 or remaining == 1
+        assert request.params.max_tokens is not None  # the engine has filled it in
+        if decoding and request.num_output + min(request.in_flight, 1) >= request.params.max_tokens:
+            return 0  # the step in flight will finish it
+        wanted = 1 if decoding else min(remaining, rows, self.prefill_chunk)
+        if rows < wanted or wanted <= 0:
+            return 0
+        length = request.num_cached + request.in_flight + wanted
+        while (grown := self.blocks.reserve(request.slot, length + self.frontier)) is None:
+            victim = max(self.running, key=lambda r: r.precedence)
+            if victim.in_flight:
+                return 0
+            self._preempt(victim, result)
+            if victim is request:
+                return 0
+        self._place(request, wanted, decoding, grown, result)
+        return wanted
+
+    def _admit(self, request: Request, rows: int, result: Schedule) -> bool:
+        slot = self._free_slots[-1]
+        cached = self.blocks.admit(slot, request.token_ids)
+        remaining = len(request.token_ids) - cached
+        wanted = min(remaining, rows, self.prefill_chunk)
+        if self.blocks.reserve(slot, cached + wanted + self.frontier) is None:
+            self.blocks.release(slot)
+            return False
+        self._free_slots.pop()
+        self.waiting.pop(0)
+        request.slot, request.num_cached, request.status = slot, cached, Status.RUNNING
+        if request.started_at is None:
+            request.started_at, request.cached_tokens = time.monotonic(), cached
+        insort(self.running, request, key=lambda r: r.precedence)
+        result.updates.slots.append(
+            SlotUpdate(slot, request.token_ids, cached, len(request.prompt_token_ids), request.params, request.seed)
+        )
+        self._place(request, wanted, remaining == 1, self.blocks.table(slot), result)
+        return True
+
+    def _place(
+        self, request: Request, wanted: int, decoding: bool, grown: list[tuple[int, int, list[int]]], result: Schedule
+    ) -> None:
+        result.updates.tables.extend(TableUpdate(group, request.slot, first, blocks) for group, first, blocks in grown)
+        emits = decoding or request.num_cached + wanted == len(request.token_ids)
+        result.scheduled.append(Scheduled(request, wanted - int(emits), emits, may_draft=decoding))
+
+    def _preempt(self, request: Request, result: Schedule) -> None:
+        """Free everything; the request will read its own tokens again, prompt and output alike."""
+        self._leave(request)
+        request.status = Status.WAITING
+        request.preemptions += 1
+        insort(self.waiting, request, key=lambda r: r.precedence)
+        result.preempted.append(request)
+
+    def _leave(self, request: Request) -> None:
+        self.blocks.release(request.slot)
+        self._free_slots.append(request.slot)
+        self.running.remove(request)
+        request.slot, request.num_cached, request.in_flight = -1, 0, 0
+
+    def finish(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            self._leave(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED

@@ -1,0 +1,114 @@
+"""What the device knows about every running request, by state slot.
+
+Only `DeviceState.apply` (at the start of a step) and `step` (at its end) write here, both on the device's own time line; the
+host hands over descriptions of changes and never touches the tensors. That is what lets it prepare step n + 1 while step n
+still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from surefoot.cache.paged import PagedCache
+from surefoot.engine.distribution import SamplingTensors
+from surefoot.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class SlotUpdate:
+    """A request enters a slot: its tokens so far, and how many of them are cached already (a prefix hit)."""
+
+    slot: int
+    token_ids: list[int]
+    num_cached: int
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True)
+class TableUpdate:
+    """New block ids of one request in one cache group, from block index `first` on."""
+
+    group: int
+    slot: int
+    first: int
+    blocks: list[int]
+
+
+@dataclass
+class StateUpdates:
+    """Everything the host wants changed before a step runs."""
+
+    slots: list[SlotUpdate] = field(default_factory=list)
+    tables: list[TableUpdate] = field(default_factory=list)
+
+
+class DeviceState:
+    """Token history, committed lengths and sampling parameters of all state slots.
+
+    `history[s, : lengths[s]]` is cached, `history[s, lengths[s]]` is the anchor, behind it lie provisional drafts.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, frontier: int, device: torch.device | str) -> None:
+        def full(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((max_num_seqs,), value, dtype=dtype, device=device)
+
+        self.device = device
+        self.history = torch.zeros(max_num_seqs, max_model_len + frontier, dtype=torch.int64, device=device)
+        self.lengths = full(0, torch.int64)
+        self.sampling = SamplingTensors(
+            temperature=full(0, torch.float32),
+            top_k=full(0, torch.int64),
+            top_p=full(1, torch.float32),
+            min_p=full(0, torch.float32),
+            repetition=full(1, torch.float32),
+            presence=full(0, torch.float32),
+            frequency=full(0, torch.float32),
+            prompt_len=full(0, torch.int64),
+            seed=full(0, torch.int64),
+            bias_ids=torch.zeros(max_num_seqs, 1, dtype=torch.int64, device=device),
+            bias_values=torch.zeros(max_num_seqs, 1, dtype=torch.float32, device=device),
+        )
+
+    def apply(self, updates: StateUpdates, cache: PagedCache) -> None:
+        for update in updates.slots:
+            self._enter(update)
+        for table in updates.tables:
+            blocks = torch.tensor(table.blocks, dtype=torch.int32, device=self.device)
+            cache.block_tables[table.group][table.slot, table.first : table.first + len(table.blocks)] = blocks
+
+    def _enter(self, update: SlotUpdate) -> None:
+        slot, params, sampling = update.slot, update.params, self.sampling
+        tokens = torch.tensor(update.token_ids, dtype=torch.int64, device=self.device)
+        self.history[slot, : len(update.token_ids)] = tokens
+        self.lengths[slot] = update.num_cached
+        sampling.temperature[slot] = params.temperature
+        sampling.top_k[slot] = params.top_k
+        sampling.top_p[slot] = params.top_p
+        sampling.min_p[slot] = params.min_p
+        sampling.repetition[slot] = params.repetition_penalty
+        sampling.presence[slot] = params.presence_penalty
+        sampling.frequency[slot] = params.frequency_penalty
+        sampling.prompt_len[slot] = update.prompt_len
+        sampling.seed[slot] = update.seed
+        if params.logit_bias:
+            self._widen_bias(len(params.logit_bias))
+        sampling = self.sampling
+        sampling.bias_values[slot] = 0
+        if params.logit_bias:
+            count = len(params.logit_bias)
+            sampling.bias_ids[slot, :count] = torch.tensor(list(params.logit_bias), device=self.device)
+            sampling.bias_values[slot, :count] = torch.tensor(list(params.logit_bias.values()), device=self.device)
+
+    def _widen_bias(self, count: int) -> None:
+        from dataclasses import replace
+
+        ids, values = self.sampling.bias_ids, self.sampling.bias_values
+        extra = count - ids.shape[1]
+        if extra > 0:
+            pad = torch.nn.functional.pad
+            self.sampling = replace(self.sampling, bias_ids=pad(ids, (0, extra)), bias_values=pad(values, (0, extra)))

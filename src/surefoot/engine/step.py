@@ -1,0 +1,268 @@
+"""One decode step, as the data flows: draft, allocate, pack, verify, accept, commit.
+
+Everything here runs on the device's time line from host-known sizes (how many requests, how many rows) and device-known data
+(lengths, tokens, widths). Nothing reads a device value back, except on a CPU, where reading is free and saves padding rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from surefoot.cache.paged import PagedCache
+from surefoot.drafters.base import Draft, DraftContext, Drafter
+from surefoot.engine.distribution import BlockSampler, SamplingFlags, processed
+from surefoot.engine.graphs import TargetRunner
+from surefoot.engine.state import DeviceState, StateUpdates
+from surefoot.kernels.packing import FlatBatch, rows_of
+from surefoot.speculation.acceptance import Proposal, Verdict, accept_greedy, accept_sampled
+from surefoot.speculation.allocation import allocate
+from surefoot.speculation.estimator import ConfidenceSource
+from surefoot.speculation.survival import prefix_survival
+from surefoot.speculation.uniforms import Purpose, uniforms
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the host decided about one step. Requests stand in the order: drafted, other emitting, prompt chunks."""
+
+    slots: list[int]  # [R] state slots
+    num_drafted: int  # D: requests that get a draft
+    num_emitting: int  # E: requests that emit tokens this step (D of them drafted)
+    context_rows: list[int]  # [R] rows in front of the anchor: a prompt chunk; 0 for a pure decode
+    steps: list[int]  # [E] decode steps the request has taken
+    limits: list[int]  # [D] largest width each request may get
+    budget: int = 0  # K, chosen by the planner; an upper bound where `decide` chooses it
+    decide: Callable[[Tensor, Tensor], int] | None = (
+        None  # survival [D, gamma], limits [D] -> K, where the host may read
+    )
+    forced: list[int] | None = None  # [D] widths that replace allocation
+    flags: SamplingFlags = field(default_factory=SamplingFlags)
+    updates: StateUpdates = field(default_factory=StateUpdates)
+    max_length: int = 0  # an upper bound of the committed lengths
+
+    @property
+    def num_rows(self) -> int:
+        """Upper bound of the rows the target sees."""
+        return sum(self.context_rows) + self.num_emitting + self.budget
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """Device tensors the host is told about. Drafts and confidences are published while the target still runs; of the
+    target pass itself two integers per request leave the device (and log-probs, where they were asked for)."""
+
+    accepted: Tensor  # [E] int64
+    next_token: Tensor  # [E] int64
+    drafts: Tensor  # [D, gamma] int64
+    widths: Tensor  # [D] int64
+    proposed: Tensor | None = None  # [D] int64, tokens the drafter really proposed (None: gamma)
+    confidence: Tensor | None = None  # [D, gamma] float32, calibrated
+    confidence_logits: Tensor | None = None  # [D, gamma] float32
+    signal: Tensor | None = None  # [D, gamma] float32
+    logprobs: Tensor | None = None  # [L] float32 of the token behind each logit row
+    top_logprobs: Tensor | None = None  # [L, n] float32
+    top_tokens: Tensor | None = None  # [L, n] int64
+    rows: int = 0  # rows the target ran, padding included
+    replayed: bool | None = None  # whether a captured graph ran them (None: this runner captures none)
+
+
+class DecodeStep:
+    """The step of one engine: which target, which drafter, which cache, which state."""
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        drafter: Drafter | None,
+        cache: PagedCache,
+        state: DeviceState,
+        confidence: ConfidenceSource | None,
+        gamma: int,
+        *,
+        uniform_widths: bool = False,
+        check_layout: bool = False,
+    ) -> None:
+        self.runner, self.drafter, self.cache, self.state = runner, drafter, cache, state
+        self.confidence, self.gamma = confidence, gamma
+        self.uniform_widths, self.check_layout = uniform_widths, check_layout
+
+    @torch.inference_mode()
+    def __call__(self, inputs: StepInputs) -> StepOutputs:
+        self.state.apply(inputs.updates, self.cache)
+        slots = torch.tensor(inputs.slots, dtype=torch.int64, device=self.state.device)
+        steps = torch.tensor(inputs.steps, dtype=torch.int64, device=self.state.device)
+
+        draft, proposal = self._draft(inputs, slots, steps)
+        confidence = self._confidence(draft)
+        widths = self._allocate(inputs, draft, confidence)
+        batch, anchor_row = self._pack(inputs, slots, widths)
+        output = self.runner.run(batch, self.cache, self.drafter.feature_layers if self.drafter else ())
+        verdict = self._accept(inputs, output.logits, batch, anchor_row, slots, steps, draft, widths, proposal)
+        self._commit(inputs, slots, verdict)
+        if self.drafter is not None and output.features is not None:
+            self.drafter.extend(output.features, batch, self.cache)
+
+        logprobs, top_logprobs, top_tokens = self._logprobs(inputs.flags, output.logits, batch)
+        return StepOutputs(
+            verdict.accepted,
+            verdict.next_token,
+            draft.tokens,
+            widths[: inputs.num_drafted],
+            draft.lengths,
+            confidence,
+            draft.confidence_logits,
+            draft.signal,
+            logprobs,
+            top_logprobs,
+            top_tokens,
+            batch.num_rows,
+            self.runner.replayed,
+        )
+
+    def _draft(self, inputs: StepInputs, slots: Tensor, steps: Tensor) -> tuple[Draft, Proposal]:
+        drafted = slots[: inputs.num_drafted]
+        if self.drafter is None or not inputs.num_drafted:
+            return Draft(slots.new_zeros(0, self.gamma), point_mass=True), Proposal(None)
+        lengths = self.state.lengths[drafted]
+        sampler = BlockSampler(
+            self.state.sampling,
+            inputs.flags,
+            self.state.history,
+            drafted,
+            lengths,
+            steps[: inputs.num_drafted],
+            self.gamma,
+            self.drafter.vocabulary,
+        )
+        context = DraftContext(drafted, lengths, self.state.history, self.cache, inputs.max_length)
+        draft = self.drafter.propose(context, sampler)
+        if draft.point_mass:
+            frontier = lengths.unsqueeze(1) + torch.arange(1, self.gamma + 1, device=slots.device)
+            self.state.history[drafted.unsqueeze(1), frontier] = draft.tokens
+            return draft, Proposal(None)
+        return draft, sampler.proposal
+
+    def _confidence(self, draft: Draft) -> Tensor | None:
+        if self.confidence is None or not draft.tokens.shape[0]:
+            return None
+        return self.confidence.confidence(draft.confidence_logits, draft.signal)
+
+    def _allocate(self, inputs: StepInputs, draft: Draft, confidence: Tensor | None) -> Tensor:
+        """Widths of the emitting requests, [E] int64; requests without a draft get 0."""
+        device = self.state.device
+        limits = torch.tensor(inputs.limits, dtype=torch.int64, device=device)
+        if draft.lengths is not None:
+            limits = torch.minimum(limits, draft.lengths)
+        if inputs.forced is not None:
+            widths = torch.minimum(torch.tensor(inputs.forced, dtype=torch.int64, device=device), limits)
+        elif self.uniform_widths:
+            widths = limits.clamp(max=-(-inputs.budget // max(inputs.num_drafted, 1)))
+        elif confidence is None:
+            ones = torch.ones(inputs.num_drafted, self.gamma, device=device)
+            widths = allocate(ones, inputs.budget, limits)
+        else:
+            survival = prefix_survival(confidence)
+            budget = inputs.budget if inputs.decide is None else inputs.decide(survival, limits)
+            widths = allocate(survival, budget, limits)
+        return torch.cat([widths, widths.new_zeros(inputs.num_emitting - inputs.num_drafted)])
+
+    def _pack(self, inputs: StepInputs, slots: Tensor, widths: Tensor) -> tuple[FlatBatch, Tensor]:
+        """The flat batch, and the logit row of every emitting request's anchor ([E] int64)."""
+        device, emitting = self.state.device, inputs.num_emitting
+        context = torch.tensor(inputs.context_rows, dtype=torch.int64, device=device)
+        rows = context.clone()
+        rows[:emitting] += widths + 1
+        num_logits = emitting + inputs.budget
+        if str(device) == "cpu":  # reading is free here: no padding for widths that limits have cut
+            num_logits = int(widths.sum()) + emitting
+        total = sum(inputs.context_rows) + num_logits
+        owner, offset = rows_of(rows, self.runner.bucket(total))
+        real = owner < len(inputs.slots)
+        row_slot = torch.where(real, slots[owner.clamp(max=len(inputs.slots) - 1)], 0)
+        positions = torch.where(real, self.state.lengths[row_slot] + offset, 0)
+        indptr = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
+
+        logit_owner, logit_offset = rows_of(widths + 1, num_logits)
+        valid = logit_owner < emitting
+        logit_owner = logit_owner.clamp(max=max(emitting - 1, 0))
+        if emitting:
+            logit_rows = torch.where(valid, indptr[logit_owner] + context[logit_owner] + logit_offset, 0)
+        else:
+            logit_rows = logit_owner
+        batch = FlatBatch(
+            token_ids=self.state.history[row_slot, positions],
+            positions=positions,
+            row_slot=row_slot,
+            kv_lens=torch.where(real, positions + 1, 0),
+            cache_slots=tuple(
+                torch.where(real, self.cache.cache_slots(group, row_slot, positions), 0)
+                for group in range(len(self.cache.windows))
+            ),
+            block_tables=self.cache.block_tables,
+            qo_indptr=indptr,
+            logit_rows=logit_rows,
+        )
+        anchor_row = (widths + 1).cumsum(0) - (widths + 1)
+        if self.check_layout:
+            from surefoot.engine.layout import check_layout
+
+            check_layout(inputs, self.state, self.cache, batch, widths, anchor_row)
+        return batch, anchor_row
+
+    def _accept(
+        self,
+        inputs: StepInputs,
+        logits: Tensor,
+        batch: FlatBatch,
+        anchor_row: Tensor,
+        slots: Tensor,
+        steps: Tensor,
+        draft: Draft,
+        widths: Tensor,
+        proposal: Proposal,
+    ) -> Verdict:
+        emitting, drafted = inputs.num_emitting, inputs.num_drafted
+        if not emitting:
+            return Verdict(slots.new_zeros(0), slots.new_zeros(0))
+        if inputs.flags.greedy:
+            return accept_greedy(logits.argmax(-1), anchor_row, draft.tokens, widths[:drafted])
+        row_slot, positions = batch.row_slot[batch.logit_rows], batch.positions[batch.logit_rows]
+        target_probs = processed(logits, self.state.sampling, inputs.flags, self.state.history, row_slot, positions + 1)
+        seeds = self.state.sampling.seed[slots[:emitting]]
+        k = torch.arange(self.gamma, device=slots.device)
+        return accept_sampled(
+            target_probs,
+            anchor_row,
+            draft.tokens,
+            widths[:drafted],
+            proposal,
+            uniforms(seeds[:drafted].unsqueeze(1), steps[:drafted].unsqueeze(1), Purpose.ACCEPT, k),
+            uniforms(seeds, steps, Purpose.EMIT, torch.zeros_like(steps)),
+        )
+
+    def _commit(self, inputs: StepInputs, slots: Tensor, verdict: Verdict) -> None:
+        """Set the lengths: the whole of rewinding. The accepted drafts stand in the history already."""
+        emitting = inputs.num_emitting
+        grown = torch.tensor(inputs.context_rows, dtype=torch.int64, device=self.state.device)
+        grown[:emitting] += verdict.accepted + 1
+        lengths = self.state.lengths[slots] + grown
+        self.state.lengths[slots] = lengths
+        self.state.history[slots[:emitting], lengths[:emitting]] = verdict.next_token
+
+    def _logprobs(
+        self, flags: SamplingFlags, logits: Tensor, batch: FlatBatch
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The target's own log-probs of the token behind each logit row, before any processing."""
+        if flags.logprobs < 0 or not batch.logit_rows.shape[0]:
+            return None, None, None
+        slots, positions = batch.row_slot[batch.logit_rows], batch.positions[batch.logit_rows]
+        emitted = self.state.history[slots, positions + 1]
+        log_probs = torch.log_softmax(logits.to(torch.float32), -1)
+        chosen = log_probs.gather(-1, emitted.unsqueeze(-1)).squeeze(-1)
+        if not flags.logprobs:
+            return chosen, None, None
+        top = log_probs.topk(flags.logprobs, dim=-1)
+        return chosen, top.values, top.indices

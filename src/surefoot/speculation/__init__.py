@@ -1,0 +1,66 @@
+"""Speculation as a pure library: how sure a draft is, what verifying it costs, and how much of it to verify.
+
+Tensors and dataclasses in, decisions out; no model, and no I/O but its JSON files. A step of an engine uses it like this:
+
+    published = board.read(step, seats)                      # survivals of earlier steps
+    decision = planner.decide(published, load)               # K and the reason
+    widths = allocate(prefix_survival(confidence), decision.budget, limits)
+    ...                                                      # verify, accept
+    source.observe(logits, signal, accepted, widths)         # learn
+    board.publish(step, seats, prefix_survival(confidence))  # for later steps
+"""
+
+from surefoot.speculation.allocation import allocate
+from surefoot.speculation.breaker import Breaker, BreakerState
+from surefoot.speculation.calibration import Calibration, Outcomes, Provenance, fit_temperatures, quality_by_position
+from surefoot.speculation.continuation import ContinuationModel
+from surefoot.speculation.cost import CostTable, DriftTracker, Rescale
+from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
+from surefoot.speculation.planner import (
+    CausalPlanner,
+    Decision,
+    ForcedWidths,
+    Planner,
+    Reason,
+    StalePlanner,
+    StepLoad,
+    StoppingPlanner,
+)
+from surefoot.speculation.statistics import BlockRecord, InactiveError, RequestStatistics, Statistics, StepRecord
+from surefoot.speculation.survival import ConfidenceBoard, PublishedSurvival, Seat, prefix_survival
+
+__all__ = [
+    "BlockRecord",
+    "Breaker",
+    "BreakerState",
+    "Calibration",
+    "CausalPlanner",
+    "ConfidenceBoard",
+    "ConfidenceSource",
+    "ContinuationModel",
+    "CostTable",
+    "Decision",
+    "DriftTracker",
+    "ForcedWidths",
+    "HeadConfidence",
+    "InactiveError",
+    "LogisticEstimator",
+    "Outcomes",
+    "Planner",
+    "Provenance",
+    "PublishedSurvival",
+    "Reason",
+    "RequestStatistics",
+    "Rescale",
+    "Seat",
+    "SignalConfidence",
+    "StalePlanner",
+    "Statistics",
+    "StepLoad",
+    "StepRecord",
+    "StoppingPlanner",
+    "allocate",
+    "fit_temperatures",
+    "prefix_survival",
+    "quality_by_position",
+]

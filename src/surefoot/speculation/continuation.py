@@ -1,0 +1,93 @@
+"""What to expect behind a position: later survival given the position and the survival there, learned from past steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+BINS = 32
+
+
+class ContinuationModel:
+    """E[S_j | S_k] for j > k, by position k and by bins of the mean confidence S_k^(1/k) so far.
+
+    Survivals are known for the whole block of every past step, verified or not, so the model learns without censoring.
+    Its prior is a block that goes on as confidently as it began: S_j = S_k g^(j-k) with g = S_k^(1/k).
+
+    Args:
+        gamma: block length.
+        memory: blocks after which an observation has half its weight.
+        prior_weight: observations the prior counts for, per bin.
+        batch: blocks that are learned from at a time.
+    """
+
+    def __init__(self, gamma: int, memory: int = 4096, prior_weight: float = 4.0, batch: int = 64) -> None:
+        self.gamma, self.memory, self.prior_weight, self.batch = gamma, memory, prior_weight, batch
+        position = np.arange(gamma)
+        centre = _confidence_at((np.arange(BINS) + 0.5) / BINS)
+        self._prior = centre[None, :, None] ** np.maximum(position[None, None, :] - position[:, None, None], 0)
+        self._count = np.zeros((gamma, BINS, gamma))
+        self._sum = np.zeros((gamma, BINS, gamma))  # of S_j / S_k
+        self._ratio = self._prior.copy()
+        self._waiting: list[tuple[Floats, npt.NDArray[np.int64]]] = []
+
+    def observe(
+        self, survival: npt.NDArray[np.floating], lengths: npt.NDArray[np.int64] | Sequence[int] | None = None
+    ) -> None:
+        """Take the survivals of past blocks; they count once `batch` blocks have come together.
+
+        Of a large batch every so many-th request is taken: half of `batch` a step says enough.
+
+        Args:
+            survival: [N, gamma].
+            lengths: [N] positions that were really drafted (None: gamma); the others say nothing.
+        """
+        every = slice(None, None, max(1, 2 * len(survival) // self.batch))
+        drafted = np.full(len(survival), self.gamma) if lengths is None else np.asarray(lengths)
+        self._waiting.append((np.array(survival[every], dtype=np.float64), drafted[every]))
+        if sum(len(rows) for rows, _ in self._waiting) >= self.batch:
+            rows, drafted = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+            self._learn(rows, drafted)
+            self._waiting.clear()
+
+    def _learn(self, survival: Floats, lengths: npt.NDArray[np.int64]) -> None:
+        keep = 0.5 ** (len(survival) / self.memory)
+        self._count *= keep
+        self._sum *= keep
+        position = np.arange(self.gamma)
+        cell = (position * BINS + self._bin(position, survival)).ravel()  # of [N, gamma]
+        shape = (self.gamma, BINS)
+        for j in range(self.gamma):
+            known = (position <= j) & (j < lengths[:, None])
+            ratio = np.where(known, survival[:, j : j + 1] / np.maximum(survival, 1e-30), 0.0)
+            self._count[:, :, j] += np.bincount(cell, known.ravel(), self.gamma * BINS).reshape(shape)
+            self._sum[:, :, j] += np.bincount(cell, ratio.ravel(), self.gamma * BINS).reshape(shape)
+        self._ratio = (self._sum + self.prior_weight * self._prior) / (self._count + self.prior_weight)
+
+    def expect(self, position: npt.NDArray[np.int64], survival: npt.NDArray[np.floating]) -> Floats:
+        """Expected survivals given S at one position each.
+
+        Args:
+            position: [N] int64, 0 ... gamma - 1, the position whose survival is known.
+            survival: [N] that survival.
+
+        Returns:
+            [N, gamma] float64; columns before `position` are meaningless, the one at it is `survival` itself.
+        """
+        return survival[:, None] * self._ratio[position, self._bin(position, survival)]
+
+    def _bin(self, position: npt.NDArray[np.int64], survival: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
+        confidence = survival ** (1.0 / (position + 1)).astype(np.float32)
+        return np.minimum(_share_of(confidence) * BINS, BINS - 1).astype(np.int64)
+
+
+def _share_of(confidence: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+    """Monotone map of [0, 1] to [0, 1] that spreads the confidences near 1, where most tokens of an easy text lie."""
+    return 1.0 - np.sqrt(np.maximum(1.0 - confidence, 0.0))
+
+
+def _confidence_at(share: Floats) -> Floats:
+    return 1.0 - (1.0 - share) ** 2

@@ -1,0 +1,39 @@
+"""The JSON files of this package: read with an error a user can act on, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import SurefootError
+
+
+def read_object(path: str | Path, error: type[SurefootError]) -> dict[str, Any]:
+    """The JSON object in `path`; raises `error` when there is no file, no JSON, or no object."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise error(f"cannot read {path}: {problem.strerror or problem}") from problem
+    except ValueError as problem:
+        raise error(f"{path} is not JSON: {problem}") from problem
+    if not isinstance(data, dict):
+        raise error(f"{path} holds a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def write_object(path: str | Path, data: dict[str, Any]) -> None:
+    """Write `data` beside `path` and rename, so that a reader or a crash never meets half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=2, allow_nan=False)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,182 @@
+"""GGUF -> bf16 safetensors, once, atomically.
+
+Everything is written into a temporary directory beside the final one and renamed at the end. An interrupt leaves
+nothing half-written, and of two processes converting at once both succeed: the second finds the first one's result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from surefoot.errors import ModelError
+
+# Tokens that end a text by their name. A GGUF states one end token; a model that was trained on several emits any.
+_END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+_CHUNK_BYTES = 8 << 20
+_STALE_S = 3600.0
+
+
+def convert_gguf(
+    parts: Sequence[Path],
+    directory: Path,
+    *,
+    name: str,
+    num_bytes: int | None = None,
+    sha256: str | None = None,
+    tied: bool = False,
+    remedy: str = "copy or download the file again",
+    quiet: bool = False,
+) -> Path:
+    """De-quantise the GGUF that `parts` form into `directory`, with tokenizer and end tokens, unless it is there.
+
+    Args:
+        parts: files whose concatenation is the GGUF.
+        directory: final place; it appears complete or not at all.
+        name: what the user calls the target, for messages.
+        num_bytes, sha256: expected size and digest of the concatenation (None: not checked).
+        tied: the model has one weight for embedding and head. A GGUF may store it twice at different precision; the
+            head's, which quantisers keep finer, is used for both.
+        remedy: what to do about damaged parts.
+        quiet: no progress bar on stderr.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        ModelError: wrong size or digest, not a readable GGUF, or an architecture transformers cannot read from GGUF.
+    """
+    if directory.is_dir():
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(directory.parent)
+        work = Path(tempfile.mkdtemp(prefix=".converting-", dir=directory.parent))
+    except OSError as error:
+        raise ModelError(
+            f"target '{name}': cannot write to {directory.parent} ({error.strerror}); set SUREFOOT_CACHE to a "
+            "directory with room for the bf16 weights"
+        ) from error
+    try:
+        with _progress(name, quiet) as (bar, task):
+            bar.update(task, description=f"{name}: checking")
+            gguf = _join(parts, work / "weights.gguf", num_bytes, sha256, name, remedy)
+            result = work / "model"
+            _dequantise(gguf, result, name, tied, remedy, bar, task)
+        with contextlib.suppress(OSError):  # another process was faster: its result is as good
+            os.rename(result, directory)
+        if not directory.is_dir():
+            raise ModelError(f"target '{name}': {directory} could not be created; set SUREFOOT_CACHE elsewhere")
+        return directory
+    except OSError as error:
+        raise ModelError(
+            f"target '{name}': de-quantising into {directory.parent} failed ({error}); free some space there or set "
+            "SUREFOOT_CACHE to another directory"
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _join(
+    parts: Sequence[Path], joined: Path, num_bytes: int | None, sha256: str | None, name: str, remedy: str
+) -> Path:
+    """One file from the parts, checked while it is written; a single unchecked part is used where it lies."""
+    if len(parts) == 1 and sha256 is None:
+        return parts[0]
+    digest, size = hashlib.sha256(), 0
+    with joined.open("wb") as out:
+        for part in parts:
+            with part.open("rb") as source:
+                while chunk := source.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    size += len(chunk)
+                    out.write(chunk)
+    if num_bytes is not None and size != num_bytes:
+        raise ModelError(f"target '{name}': the parts have {size:,} bytes instead of {num_bytes:,}; {remedy}")
+    if sha256 is not None and digest.hexdigest() != sha256:
+        raise ModelError(
+            f"target '{name}': the parts have SHA-256 {digest.hexdigest()[:12]}..., expected {sha256[:12]}...; {remedy}"
+        )
+    return joined
+
+
+def _dequantise(gguf: Path, result: Path, name: str, tied: bool, remedy: str, bar: Progress, task: TaskID) -> None:
+    """Weights first and written out at once, then the vocabulary: the two are never in memory together."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelError(f"target '{name}' is not a GGUF file; {remedy}")
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    try:
+        bar.update(task, advance=1, description=f"{name}: de-quantising to bfloat16")
+        with _silenced():
+            model = AutoModelForCausalLM.from_pretrained(
+                **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+            )
+            if tied and not model.config.tie_word_embeddings:
+                model.get_input_embeddings().weight = model.get_output_embeddings().weight
+                model.config.tie_word_embeddings = True
+            generation = model.generation_config
+            bar.update(task, advance=1, description=f"{name}: writing {result.parent.parent}")
+            model.save_pretrained(result)
+            del model
+            bar.update(task, advance=1, description=f"{name}: reading the vocabulary")
+            tokenizer = AutoTokenizer.from_pretrained(**place)
+            tokenizer.save_pretrained(result)
+    except (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError, RuntimeError, EOFError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"target '{name}' is truncated, or not a GGUF that transformers reads ({reason}); {remedy}"
+        ) from error
+    vocabulary = tokenizer.get_vocab()
+    ends = {vocabulary[token] for token in _END_TOKENS if token in vocabulary} | {tokenizer.eos_token_id}
+    generation.eos_token_id = sorted(end for end in ends if end is not None) or None
+    generation.save_pretrained(result)
+    bar.update(task, advance=1)
+
+
+@contextlib.contextmanager
+def _progress(name: str, quiet: bool) -> Iterator[tuple[Progress, TaskID]]:
+    """Four stages on stderr: check, read the vocabulary, de-quantise, write."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/4"), TimeElapsedColumn())
+    # The console keeps today's stderr: transformers' own bars are silenced by replacing sys.stderr meanwhile.
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, disable=quiet, redirect_stderr=False, redirect_stdout=False) as bar:
+        yield bar, bar.add_task(name, total=4)
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Without transformers' own bars (no switch reaches all of them), and one tensor at a time, for the peak memory."""
+    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        if before is None:
+            del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
+        else:
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
+
+
+def _remove_stale(parent: Path) -> None:
+    """Clear away what a killed conversion left (an interrupted one cleans up after itself)."""
+    for left in parent.glob(".converting-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)

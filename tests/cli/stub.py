@@ -1,0 +1,98 @@
+"""A scripted `LLM` for the command line: no weights, no torch, and every call on record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from surefoot.errors import RequestError
+from surefoot.sampling import SamplingParams
+from surefoot.speculation.statistics import RequestStatistics
+
+STATISTICS = RequestStatistics(
+    steps=4,
+    drafted=12,
+    verified=10,
+    accepted=6,
+    emitted=10,
+    verified_by_position=[4, 4, 2],
+    accepted_by_position=[3, 2],
+    widths=Counter({0: 1, 2: 3}),
+)
+
+
+@dataclass
+class Script:
+    """What the stub answers, and what it was asked."""
+
+    pieces: list[str] = field(default_factory=lambda: ["Hello", ", ", "world"])
+    chat_template: str | None = "a template"
+    speed: dict[bool, float] = field(default_factory=lambda: {False: 20.0, True: 50.0})
+    tokens: Callable[[Any, SamplingParams], list[int]] = lambda prompt, params: [1, 2, 3, 4]
+    drafts: bool = True
+    interrupt_after: int | None = None  # raise KeyboardInterrupt in place of this piece
+    options: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    closed: int = 0
+
+
+class StubStream:
+    def __init__(self, script: Script, prompt: Any, params: SamplingParams) -> None:
+        self.script, self.prompt, self.params = script, prompt, params
+        self.text = ""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, piece in enumerate(self.script.pieces):
+            if index == self.script.interrupt_after:
+                raise KeyboardInterrupt
+            self.text += piece
+            yield SimpleNamespace(text=piece, token_ids=[index], finish_reason=None)
+
+    @property
+    def result(self) -> Any:
+        speculative = self.script.drafts and self.params.speculative
+        return SimpleNamespace(
+            text=self.text,
+            token_ids=self.script.tokens(self.prompt, self.params),
+            prompt_token_ids=[7, 8],
+            finish_reason="length",
+            stop_reason=None,
+            cached_tokens=0,
+            timing=SimpleNamespace(
+                prefill_s=0.1, decode_s=0.2, tokens_per_s=self.script.speed[self.params.speculative]
+            ),
+            statistics=STATISTICS if speculative else RequestStatistics(steps=4, emitted=4, widths=Counter({0: 4})),
+        )
+
+
+class StubLLM:
+    script: Script
+
+    def __init__(self, **options: Any) -> None:
+        self.script.options.append(options)
+        self.tokenizer = SimpleNamespace(chat_template=self.script.chat_template)
+
+    def stream(self, prompt: Any, params: SamplingParams) -> StubStream:
+        self.script.asked.append((prompt, params))
+        return StubStream(self.script, prompt, params)
+
+    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> StubStream:
+        self.chat_tokens(messages)
+        return self.stream(list(messages), params)
+
+    def chat_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self.script.chat_template is None:
+            raise RequestError("stub has no chat template: use `surefoot generate`, or a model that was tuned for chat")
+        return [1]
+
+    def describe(self) -> dict[str, Any]:
+        return {"target": "stub", "planner": "verifies everything: no cost table"}
+
+    def stats(self) -> dict[str, Any]:
+        return {"steps": 4, "rate": 0.5}
+
+    def close(self) -> None:
+        self.script.closed += 1

@@ -1,0 +1,114 @@
+"""The commands over the real engine and a tiny target, from the command line to the text and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROMPT = "def stop(n): return n\ndef stop(n):"
+
+
+@pytest.fixture
+def generate(run: Callable[..., Any], checkpoints: Path) -> Callable[..., dict[str, Any]]:
+    """Run `surefoot generate --json` on the tiny target."""
+
+    def invoke(*options: str) -> dict[str, Any]:
+        result = run("generate", PROMPT, "-m", str(checkpoints / "target"), "-n", "24", "--json", *options)
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    return invoke
+
+
+def test_every_drafter_and_width_generates_the_same_text(
+    generate: Callable[..., dict[str, Any]], checkpoints: Path
+) -> None:
+    plain = generate("-d", "none")
+    assert len(plain["token_ids"]) == plain["completion_tokens"] == 24
+    assert plain["statistics"]["drafted"] == 0
+    for drafter in ("prompt-lookup", str(checkpoints / "drafter")):
+        for width in ("auto", "2", "0,3,1"):
+            found = generate("-d", drafter, "-w", width, "-g", "3")
+            assert found["token_ids"] == plain["token_ids"], (drafter, width)
+            assert found["text"] == plain["text"]
+            assert found["statistics"]["emitted"] == 24
+
+
+def test_streamed_text_is_the_text_of_the_object(
+    run: Callable[..., Any], generate: Callable[..., dict[str, Any]], checkpoints: Path
+) -> None:
+    streamed = run("generate", PROMPT, "-m", str(checkpoints / "target"), "-n", "24")
+    assert streamed.exit_code == 0
+    assert streamed.stdout == generate()["text"] + "\n"
+    assert "24 tokens" in streamed.stderr
+
+
+def test_a_seed_repeats_a_sampled_text(generate: Callable[..., dict[str, Any]]) -> None:
+    sampled = [generate("-t", "1", "--seed", seed)["token_ids"] for seed in ("1", "1", "2")]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_a_stop_string_from_the_text_ends_it_there(generate: Callable[..., dict[str, Any]]) -> None:
+    text = generate("-d", "none")["text"]
+    stop = text[4:6]
+    found = generate("--stop", stop)
+    assert found["text"] == text[: text.index(stop)]
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)
+
+
+def test_chat_answers_piped_turns(run: Callable[..., Any], checkpoints: Path) -> None:
+    result = run("chat", "-m", str(checkpoints / "target"), "-n", "5", "--json", stdin="hello\nagain\n")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert [message["role"] for message in found["messages"]] == ["user", "assistant"] * 2
+    assert [len(turn["token_ids"]) for turn in found["turns"]] == [5, 5]
+    assert found["turns"][1]["prompt_tokens"] > found["turns"][0]["prompt_tokens"]
+
+
+def test_chat_without_a_template_is_refused(run: Callable[..., Any], checkpoints: Path) -> None:
+    result = run("chat", "-m", str(checkpoints / "base"), stdin="hello\n")
+    assert result.exit_code == 2
+    assert "chat template" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_demo_finds_identical_texts(run: Callable[..., Any], checkpoints: Path) -> None:
+    result = run(
+        *("demo", "-m", str(checkpoints / "target"), "-d", str(checkpoints / "drafter"), "-n", "8", "-w", "0,3,1"),
+        "--json",
+    )
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["identical"] is True
+    assert found["complaints"] == []
+    assert all(prompt["tokens"] == 8 for prompt in found["prompts"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-d", "{}/stranger"), ("hidden size 40", "32")),
+        (("-d", "{}/nothing"), ("nothing", "directory")),
+        (("-d", "lookup"), ("lookup", "prompt-lookup")),
+        (("-d", "{}/drafter", "-g", "9"), ("9", "3")),
+        (("-m", "./no-such-model"), ("no-such-model",)),
+        (("-w", "9", "-g", "3"), ("9", "3")),
+        (("--dtype", "float7"), ("float7", "bfloat16")),
+        (("--device", "abacus"), ("abacus", "cpu")),
+    ],
+)
+def test_what_does_not_fit_is_one_line_with_the_remedy_and_exit_code_2(
+    run: Callable[..., Any], checkpoints: Path, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    model = () if "-m" in options else ("-m", str(checkpoints / "target"))
+    result = run("generate", PROMPT, *model, *(option.format(checkpoints) for option in options))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr

@@ -1,0 +1,101 @@
+"""`surefoot generate`: text on standard output, figures on standard error, or one object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.cli.stub import Script
+
+
+def test_text_goes_to_stdout_and_one_line_of_statistics_to_stderr(run: Callable[..., Any], script: Script) -> None:
+    result = run("generate", "Say hello")
+    assert result.exit_code == 0
+    assert result.stdout == "Hello, world\n"
+    assert result.stderr == (
+        "4 tokens, 50.0 tok/s, 4 steps, accepted length 1.50, acceptance by position 75 50 0 %, finished: length; "
+        "planner verifies everything: no cost table\n"
+    )
+    assert script.asked[0][0] == "Say hello"
+    assert script.closed == 1
+
+
+def test_statistics_can_be_left_out(run: Callable[..., Any], script: Script) -> None:
+    assert run("generate", "x", "--no-stats").stderr == ""
+
+
+def test_without_speculation_the_line_says_so(run: Callable[..., Any], script: Script) -> None:
+    script.drafts = False
+    assert "4 steps, nothing drafted, finished: length" in run("generate", "x").stderr
+
+
+def test_json_is_one_object_with_text_ids_reason_and_statistics(run: Callable[..., Any], script: Script) -> None:
+    result = run("generate", "x", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["text"] == "Hello, world"
+    assert found["token_ids"] == [1, 2, 3, 4]
+    assert found["finish_reason"] == "length"
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (2, 4)
+    assert found["statistics"] == {
+        "steps": 4,
+        "drafted": 12,
+        "verified": 10,
+        "accepted": 6,
+        "emitted": 10,
+        "accepted_length": 1.5,
+        "verified_by_position": [4, 4, 2],
+        "accepted_by_position": [3, 2],
+        "acceptance_by_position": [0.75, 0.5, 0.0],
+        "width_histogram": [1, 0, 3],
+    }
+    assert found["engine"]["planner"] == "verifies everything: no cost table"
+
+
+def test_options_reach_the_engine_and_the_request(run: Callable[..., Any], script: Script) -> None:
+    run(
+        *("generate", "x", "-m", "gemma3-270m", "-d", "prompt-lookup", "-g", "5", "-w", "3"),
+        *("--device", "cpu", "--dtype", "float32", "--threads", "2", "--quantize", "int8", "--cost-table", "none"),
+        *("-t", "0.7", "--top-k", "40", "--top-p", "0.9", "--min-p", "0.05", "--repetition-penalty", "1.1"),
+        *("--presence-penalty", "0.5", "--frequency-penalty", "0.25", "--seed", "3", "-n", "9"),
+        *("--stop", r"\n\n", "--stop", "END"),
+    )
+    expected = {"model": "gemma3-270m", "drafter": "prompt-lookup", "gamma": 5, "width": 3, "device": "cpu"}
+    expected |= {"dtype": "float32", "threads": 2, "quantize": "int8", "cost_table": "none", "seed": 3}
+    assert expected.items() <= script.options[0].items()
+    _, params = script.asked[0]
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.7, 40, 0.9, 0.05)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.5, 0.25)
+    assert (params.seed, params.max_tokens, params.stop_strings) == (3, 9, ("\n\n", "END"))
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("auto", None), ("0", 0), ("7", 7), ("0,3,1", "0,3,1"), ("0, 3", "0,3")])
+def test_width_is_auto_a_number_or_a_pattern(run: Callable[..., Any], script: Script, typed: str, meant: Any) -> None:
+    run("generate", "x", "--width", typed)
+    assert script.options[0]["width"] == meant
+
+
+def test_defaults_are_the_default_target_greedy_and_planned(run: Callable[..., Any], script: Script) -> None:
+    run("generate", "x")
+    assert {"model": "qwen2.5-coder-0.5b", "drafter": "auto", "gamma": None, "width": None}.items() <= script.options[
+        0
+    ].items()
+    assert script.asked[0][1].greedy
+
+
+def test_dash_reads_standard_input(run: Callable[..., Any], script: Script) -> None:
+    run("generate", "-", stdin="def f():\n")
+    assert script.asked[0][0] == "def f():\n"
+    assert run("generate", "-", stdin="").exit_code == 2
+
+
+def test_chat_wraps_the_prompt_in_the_template(run: Callable[..., Any], script: Script) -> None:
+    run("generate", "Hi", "--chat")
+    assert script.asked[0][0] == [{"role": "user", "content": "Hi"}]
+    script.chat_template = None
+    result = run("generate", "Hi", "--chat")
+    assert result.exit_code == 2
+    assert "no chat template" in result.stderr

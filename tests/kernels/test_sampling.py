@@ -1,0 +1,93 @@
+"""Softmax and draws over a vocabulary."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from surefoot.kernels import native
+from surefoot.kernels.sampling import sample_rows, sample_rows_reference, softmax_rows, softmax_rows_reference
+
+needs_native = pytest.mark.skipif(not native.available(), reason="no compiler")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 6, 4096, 4097, 20011])
+def test_softmax_equals_float64(size, dtype):
+    torch.manual_seed(size)
+    logits = (4 * torch.randn(5, size)).to(dtype)
+    if size > 1:
+        logits[:, 1::3] = -torch.inf
+    heat = torch.tensor([0.3, 1.0, 2.5, 0.0, 1e-3])
+    probs = softmax_rows(logits, heat)
+    assert probs.dtype == torch.float32
+    for row, t in enumerate(heat.tolist()):
+        if t == 0:
+            wanted = torch.zeros(size, dtype=torch.float64)
+            best = logits[row].float()
+            wanted[torch.where(best == best.max(), torch.arange(size), size).min()] = 1
+        else:
+            wanted = (logits[row].double() / t).softmax(0)
+        torch.testing.assert_close(probs[row].double(), wanted, rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(softmax_rows_reference(logits, heat), probs, rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(softmax_rows(logits), softmax_rows(logits, torch.ones(5)), rtol=0, atol=0)
+    assert bool((probs[logits == -torch.inf] == 0).all())
+
+
+def test_temperature_zero_keeps_the_first_of_equals():
+    logits = torch.zeros(2, 9000)
+    logits[0, 5000:] = 1
+    assert softmax_rows(logits, torch.zeros(2)).argmax(1).tolist() == [5000, 0]
+    assert softmax_rows(logits, torch.zeros(2)).sum(1).tolist() == [1.0, 1.0]
+
+
+@needs_native
+def test_softmax_rows_do_not_notice_neighbours_or_threads():
+    logits = torch.randn(9, 9001)
+    heat = torch.rand(9) + 0.1
+    together, before = softmax_rows(logits, heat), torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            alone = torch.cat([softmax_rows(logits[i : i + 1], heat[i : i + 1]) for i in range(9)])
+            assert torch.equal(alone, together)
+    finally:
+        torch.set_num_threads(before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), size=st.sampled_from([1, 2, 6, 4096, 4099, 9000]), zeros=st.floats(0, 0.99))
+def test_draw_is_the_first_index_beyond_the_goal(seed, size, zeros):
+    g = torch.Generator().manual_seed(seed)
+    probs = torch.rand(4, size, generator=g) * (torch.rand(4, size, generator=g) >= zeros)
+    probs[:, seed % size] = 0.5
+    u = torch.tensor([0.0, 1 - 2**-24, *torch.rand(2, generator=g).tolist()])
+    index = sample_rows(probs, u)
+    assert bool((probs.gather(1, index[:, None]) > 0).all())
+    cumulative = probs.double().cumsum(1)
+    goal = u.double() * cumulative[:, -1]
+    slack = 1e-12 * cumulative[:, -1]
+    at = cumulative.gather(1, index[:, None])[:, 0]
+    before = at - probs.double().gather(1, index[:, None])[:, 0]
+    assert bool((at > goal - slack).all())
+    assert bool((before <= goal + slack).all())
+    assert torch.equal(index, sample_rows_reference(probs, u))
+
+
+def test_rows_without_mass_give_minus_one():
+    probs = torch.zeros(2, 5000)
+    probs[1, 4999] = 1e-30
+    for draw in (sample_rows, sample_rows_reference):
+        assert draw(probs, torch.tensor([0.5, 0.999])).tolist() == [-1, 4999]
+
+
+@pytest.mark.statistical
+def test_law_of_the_draws():
+    """20,000 draws; a shift of 0.02 between two words fails with power > 0.99 at level 1e-6."""
+    probs = torch.tensor([0.3, 0.0, 0.25, 0.2, 0.15, 0.1])
+    u = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
+    counts = sample_rows(probs.expand(20_000, -1), u).bincount(minlength=6)
+    assert counts[1] == 0
+    keep = probs > 0
+    assert chisquare(counts[keep].numpy(), (probs[keep] * 20_000).double().numpy(), sum_check=False).pvalue > 1e-6

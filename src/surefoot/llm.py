@@ -113,7 +113,7 @@ class LLM:
         width: how many drafts are verified: None lets the planner decide, a number fixes it, a pattern such as `"0,3,1"`
             rotates through widths step by step.
         device: `cpu`, `cuda`, ...; None takes CUDA where there is one.
-        dtype: of the target; None takes bfloat16.
+        dtype: of the target; None takes the checkpoint's own.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: rows of one step.
         max_model_len: longest prompt + answer; None takes what the target can, at most 8192.

@@ -78,7 +78,7 @@ def test_no_request_and_one_request() -> None:
 
 
 def test_compiles_without_a_graph_break() -> None:
-    compiled = torch.compile(allocate, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(allocate, fullgraph=True, backend="eager")
     rng = np.random.default_rng(0)
     for budget in (0, 3, 9, 40):
         survival = torch.tensor(rng.random((5, 7)), dtype=torch.float32).cumprod(-1)

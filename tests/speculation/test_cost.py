@@ -70,7 +70,11 @@ def test_context_is_interpolated_between_lengths_and_extended_beyond() -> None:
 
 def test_draft_and_overheads_do_not_cancel() -> None:
     full = table(
-        draft_requests=(1, 4), draft_ms=(1.0, 4.0), fixed_overhead_ms=0.5, batch_sizes=(1, 4), batch_overhead_ms=(0.25, 1.0)
+        draft_requests=(1, 4),
+        draft_ms=(1.0, 4.0),
+        fixed_overhead_ms=0.5,
+        batch_sizes=(1, 4),
+        batch_overhead_ms=(0.25, 1.0),
     )
     assert full.draft_ms_at(0) == 0.0
     assert [full.draft_ms_at(requests) for requests in (1, 2, 4, 6)] == [1, 2, 4, 6]
@@ -189,12 +193,18 @@ def test_tensorrt_llm_counts_the_bonus_token_and_keeps_its_overheads() -> None:
     [
         ({"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1.0]}, "2 sample_batch_tokens but 1"),
         ({"sample_batch_tokens": [], "sample_steps_per_sec": []}, "empty"),
-        ({"sample_batch_tokens": [2, 1], "sample_steps_per_sec": [1.0, 1.0], "max_batch_tokens": 4}, "strictly increasing"),
+        (
+            {"sample_batch_tokens": [2, 1], "sample_steps_per_sec": [1.0, 1.0], "max_batch_tokens": 4},
+            "strictly increasing",
+        ),
         ({"sample_batch_tokens": [1], "sample_steps_per_sec": [0.0]}, "positive"),
         ({"sample_batch_tokens": [4], "sample_steps_per_sec": [1.0], "max_batch_tokens": 2}, "max_batch_tokens"),
         ({"sample_batch_tokens": "x"}, "list of numbers"),
         ({"theta_seconds": [1.0], "m_probes": [1], "bias_seconds": None}, "bias_seconds"),
-        ({"theta_seconds": [1.0], "m_probes": [1, 2], "bias_seconds": 0, "bs_probes": [1], "alpha_seconds": [0]}, "2 entries"),
+        (
+            {"theta_seconds": [1.0], "m_probes": [1, 2], "bias_seconds": 0, "bs_probes": [1], "alpha_seconds": [0]},
+            "2 entries",
+        ),
     ],
 )
 def test_malformed_sglang_forms(form: dict[str, Any], message: str) -> None:

@@ -61,10 +61,17 @@ class Drafter(Protocol):
     gamma: int
     block_slots: int  # cache slots from the anchor on that `propose` writes; the frontier is at least this (0: none)
     feature_layers: tuple[int, ...]  # target layers whose hidden states it reads; -1 is the embedding output
-    cache_layers: tuple[
-        LayerSpec, ...
-    ]  # its own context layers; they share the block tables of the full-attention group
-    vocabulary: Tensor | None  # [V_draft] int64, draft id -> target id (None: the target's own vocabulary)
+    cache_layers: tuple[LayerSpec, ...]  # its own context layers, in the target's full-attention blocks
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[V_draft] int64, draft id -> target id (None: the target's own vocabulary)."""
+        ...
+
+    @property
+    def has_confidence_head(self) -> bool:
+        """Whether its drafts carry `confidence_logits`."""
+        ...
 
     def bind(self, target: Target) -> None:
         """Check the fit and share the target's embedding and head. Raises `DrafterError` naming both sides."""

@@ -436,6 +436,10 @@ class DSparkDrafter:
     def vocabulary(self) -> Tensor | None:
         return self.model.vocabulary
 
+    @property
+    def has_confidence_head(self) -> bool:
+        return self.config.enable_confidence_head
+
     def bind(self, target: Target) -> None:
         """Check the fit and share the target's embedding and head.
 

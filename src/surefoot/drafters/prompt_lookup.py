@@ -31,6 +31,7 @@ class PromptLookupDrafter:
     feature_layers: tuple[int, ...] = ()
     cache_layers: tuple[LayerSpec, ...] = ()
     vocabulary: Tensor | None = None
+    has_confidence_head = False
     block_slots = 0
 
     def __init__(self, gamma: int, *, max_match: int = 16, min_match: int = 2) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from surefoot.drafters.base import Drafter
+from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.device import CudaDevice, Device, InlineDevice
 from surefoot.engine.engine import Engine, EngineConfig
 from surefoot.engine.policy import WidthPolicy
 from surefoot.errors import CalibrationError, ConfigurationError, DrafterError
+from surefoot.kernels.linear import Quantization
 from surefoot.speculation.calibration import Calibration
+from surefoot.speculation.cost import CostTable
 from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
 from surefoot.speculation.planner import ForcedWidths
 from surefoot.targets.target import Target
@@ -38,25 +41,42 @@ def build_engine(
     **policy_options: Any,
 ) -> Engine:
     """Load and join everything; see `surefoot.LLM` for the arguments."""
-    from surefoot.targets import load_target, optimise
+    from surefoot.targets.loading import load_target
+    from surefoot.targets.optimise import optimise, optimise_drafter
 
     if threads is not None:
         if threads < 1:
             raise ConfigurationError(f"threads is {threads}; allowed: 1 or more; leave it out for all physical cores")
         torch.set_num_threads(threads)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _device(device)
     if isinstance(model, Target):
         target = model
     else:
         target = load_target(str(model), dtype=dtype, device=str(where))
-        optimise(target.model, quantize=quantize)
+        if quantize not in (None, "int8"):
+            raise ConfigurationError(f"quantize is {quantize!r}; allowed: int8; leave it out for the weights as they are")
+        applied = optimise(target.model, quantize=cast("Quantization | None", quantize))
+        if quantize is not None and not applied:
+            raise ConfigurationError(f"quantize {quantize!r} needs a CPU target and the native kernels: leave it out here")
     chosen = load_drafter_for(target, drafter, gamma)
+    if isinstance(chosen, DSparkDrafter):
+        optimise_drafter(chosen.model)
     config = config or EngineConfig()
     policy = make_policy(
         target, chosen, width=width, config=config, cost_table=cost_table, calibration=calibration, **policy_options
     )
     backend: Device = CudaDevice(where) if where.type == "cuda" else InlineDevice()
     return Engine(target, chosen, policy, config, device=backend)
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as problem:
+        raise ConfigurationError(f"device {name!r} is not one torch knows; allowed are cpu, cuda and cuda:N") from problem
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigurationError(f"device {name!r} is not available here; allowed are cpu and, with a GPU, cuda")
+    return device
 
 
 def make_policy(
@@ -81,16 +101,27 @@ def make_policy(
     return WidthPolicy(
         gamma,
         num_slots=config.max_num_seqs,
+        table=_cost_table(target, drafter, config, cost_table),
         forced=forced,
         confidence=confidence_source(drafter, calibration, target.device) if drafter else None,
         **options,
     )
 
 
+def _cost_table(target: Target, drafter: Drafter | None, config: EngineConfig, wanted: str | Path) -> CostTable | None:
+    """What `surefoot profile` saved for this engine (`auto`), nothing (`none`), or a file that must fit this engine."""
+    from surefoot.profiling.fingerprint import find_table, fingerprint, load_table
+
+    if wanted == "none":
+        return None
+    measured = fingerprint(target, drafter, max_num_seqs=config.max_num_seqs, block_size=config.block_size)
+    return find_table(measured) if wanted == "auto" else load_table(wanted, measured)
+
+
 def confidence_source(drafter: Drafter, calibration: str | Path | None, device: torch.device | str) -> ConfidenceSource:
     """A head behind its temperatures with an estimator that watches over it, or an estimator alone."""
     estimator = LogisticEstimator(drafter.gamma, device)
-    if not getattr(getattr(drafter, "config", None), "enable_confidence_head", False):
+    if not drafter.has_confidence_head:
         if calibration is not None:
             raise CalibrationError(
                 f"{calibration}: the drafter {drafter.name} has no confidence head to calibrate; leave the calibration out"
@@ -119,15 +150,18 @@ def load_drafter_for(target: Target, drafter: str | Path | Drafter | None, gamma
         lookup = PromptLookupDrafter(LOOKUP_GAMMA if gamma is None else _checked_gamma(gamma))
         lookup.bind(target)
         return lookup
+    loaded: Drafter
     if isinstance(drafter, (str, Path)):
         if not Path(drafter).exists() and "/" not in str(drafter):
             raise DrafterError(
                 f"unknown drafter {str(drafter)!r}: allowed are {', '.join(DRAFTER_WORDS)}, a checkpoint directory, or a "
                 f"Hugging Face id (owner/name)"
             )
-        drafter = load_drafter(str(drafter), gamma=gamma, dtype=target.dtype, device=str(target.device))
-    drafter.bind(target)
-    return drafter
+        loaded = load_drafter(str(drafter), gamma=gamma, dtype=target.dtype, device=str(target.device))
+    else:
+        loaded = drafter
+    loaded.bind(target)
+    return loaded
 
 
 def _checked_gamma(gamma: int) -> int:

@@ -26,6 +26,7 @@ class HostOutputs:
         self.device_ms = device_ms
         self.rows = outputs.rows
         self.replayed = outputs.replayed
+        self.laps = None if outputs.laps is None else outputs.laps.read()  # ms by stage
 
         def listed(value: torch.Tensor | None) -> Any:
             return None if value is None else value.tolist()
@@ -50,6 +51,7 @@ class Pending(Protocol):
 
 class Device(Protocol):
     overlaps: bool  # whether submit returns before the step has run
+    reads_are_free: bool  # whether a step may look at its own values without waiting for anything
 
     def submit(self, step: Step, inputs: StepInputs) -> Pending: ...
 
@@ -66,6 +68,7 @@ class InlineDevice:
     """The CPU: a step has run when `submit` returns."""
 
     overlaps = False
+    reads_are_free = True
 
     def submit(self, step: Step, inputs: StepInputs) -> Pending:
         start = time.perf_counter()
@@ -77,6 +80,7 @@ class ThreadDevice:
     """A device simulated by one worker thread that adds latency, so that the overlapped loop can be tested on a CPU."""
 
     overlaps = True
+    reads_are_free = False
 
     def __init__(self, latency_ms: float = 0.0) -> None:
         self.latency_ms = latency_ms
@@ -97,6 +101,7 @@ class CudaDevice:
     """A CUDA stream: outputs travel to pinned memory behind the step, an event says when they have arrived."""
 
     overlaps = True
+    reads_are_free = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -31,6 +31,7 @@ class SamplingFlags:
     top_p: bool = False
     min_p: bool = False
     logprobs: int = -1  # the largest number of top log-probs wanted; -1 = none
+    reads_are_free: bool = True  # whether the device's values may be looked at on the way
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ def _penalised(
     return logits - (counts > 0) * params.presence[slots].unsqueeze(1)
 
 
-def _nucleus_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
+def _nucleus_threshold(probs: Tensor, top_p: Tensor, reads_are_free: bool) -> Tensor:
     """Smallest probability kept by top-p: [N, V], [N] -> [N, 1]. The kept set is the smallest whose mass reaches top_p."""
     size = probs.shape[-1]
     count = min(NUCLEUS_CANDIDATES, size)
     ordered = probs.topk(count, dim=-1).values
-    # The candidates suffice when they hold the mass; checking costs a host read, which only the CPU gets for free.
-    if count < size and (probs.device.type != "cpu" or bool((ordered.sum(-1) < top_p).any())):
+    # The candidates suffice when they hold the mass; checking that takes a host read.
+    if count < size and (not reads_are_free or bool((ordered.sum(-1) < top_p).any())):
         ordered = probs.sort(dim=-1, descending=True).values
     before = ordered.cumsum(-1) - ordered  # mass in front of each candidate
     kept = (before < top_p.unsqueeze(1)) | (torch.arange(ordered.shape[1], device=probs.device) == 0)
@@ -89,6 +90,7 @@ def processed(
     slots: Tensor,
     seen: Tensor,
     vocabulary: Tensor | None = None,
+    target_size: int | None = None,
 ) -> Tensor:
     """Distribution each row is sampled from.
 
@@ -100,6 +102,7 @@ def processed(
         slots: [N] int64, state slot of each row.
         seen: [N] int64, tokens of the history in front of the token to be drawn.
         vocabulary: [V] int64 target id of each column (None: identity).
+        target_size: target ids in `vocabulary` are below this; needed with it.
 
     Returns:
         [N, V] float32, rows sum to 1.
@@ -109,7 +112,8 @@ def processed(
         if vocabulary is None:
             logits = _penalised(logits, params, history, slots, seen, logits.shape[1])
         else:  # work in target ids, where the history lives
-            wide = logits.new_zeros(logits.shape[0], int(vocabulary.max()) + 1)
+            assert target_size is not None
+            wide = logits.new_zeros(logits.shape[0], target_size)
             wide[:, vocabulary] = logits
             logits = _penalised(wide, params, history, slots, seen, wide.shape[1])[:, vocabulary]
     if flags.bias:
@@ -131,7 +135,8 @@ def processed(
         probs = probs / probs.sum(-1, keepdim=True)
     if flags.top_p:
         top_p = params.top_p[slots]
-        probs = torch.where((probs >= _nucleus_threshold(probs, top_p)) | (top_p >= 1).unsqueeze(1), probs, 0.0)
+        threshold = _nucleus_threshold(probs, top_p, flags.reads_are_free)
+        probs = torch.where((probs >= threshold) | (top_p >= 1).unsqueeze(1), probs, 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     if flags.min_p:
         floor = probs.amax(-1, keepdim=True) * params.min_p[slots].unsqueeze(1)
@@ -156,10 +161,11 @@ class BlockSampler:
         steps: Tensor,
         gamma: int,
         vocabulary: Tensor | None,
+        target_size: int | None = None,
     ) -> None:
         self._params, self._flags, self._history = params, flags, history
         self._slots, self._lengths, self._steps = slots, lengths, steps
-        self._gamma, self._vocabulary = gamma, vocabulary
+        self._gamma, self._vocabulary, self._target_size = gamma, vocabulary, target_size
         self._probs: Tensor | None = None  # [R, gamma, V_draft]
         self._draft_ids = slots.new_zeros(slots.shape[0], gamma)
 
@@ -169,7 +175,14 @@ class BlockSampler:
         else:
             seen = self._lengths + k
             probs = processed(
-                logits, self._params, self._flags, self._history, self._slots, seen, vocabulary=self._vocabulary
+                logits,
+                self._params,
+                self._flags,
+                self._history,
+                self._slots,
+                seen,
+                vocabulary=self._vocabulary,
+                target_size=self._target_size,
             )
             if self._probs is None:
                 self._probs = probs.new_zeros(probs.shape[0], self._gamma, probs.shape[1])

@@ -10,6 +10,7 @@ from typing import Any
 from surefoot.cache.blocks import BlockManager
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Drafter
+from surefoot.engine.clock import laps_for
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
 from surefoot.engine.graphs import EagerRunner, TargetRunner
@@ -19,6 +20,7 @@ from surefoot.engine.request import Request, Status
 from surefoot.engine.scheduler import Schedule, Scheduled, Scheduler
 from surefoot.engine.state import DeviceState
 from surefoot.engine.step import DecodeStep, StepInputs
+from surefoot.engine.trace import StepObserver, StepReport
 from surefoot.errors import ConfigurationError, RequestError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import Statistics
@@ -74,7 +76,7 @@ class Engine:
         self.target, self.drafter, self.policy, self.config = target, drafter, policy, config
         self.gamma = drafter.gamma if drafter else 0
         # A drafter's block may be longer than the tokens it proposes; its slots lie in the frontier, too.
-        frontier = max(self.gamma + 1, getattr(drafter, "block_slots", 0))
+        frontier = max(self.gamma + 1, drafter.block_slots if drafter else 0)
         self.max_model_len = _model_length(target, config)
         if config.max_num_batched_tokens < config.max_num_seqs * frontier:
             raise ConfigurationError(
@@ -116,6 +118,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._in_flight: InFlight | None = None
         self._arrivals = 0
+        self._observers: list[StepObserver] = []
 
     @property
     def statistics(self) -> Statistics:
@@ -142,6 +145,18 @@ class Engine:
             "max_model_len": self.max_model_len,
             "cache_bytes": self.cache.num_bytes,
         }
+
+    # -- observers ---------------------------------------------------------------------------------------------------------
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Tell `observer` about every step collected from now on; the stages of steps are timed from now on."""
+        self._observers.append(observer)
+        self.decode_step.laps = laps_for(self.target.device)
+
+    def remove_observer(self, observer: StepObserver) -> None:
+        self._observers.remove(observer)
+        if not self._observers:
+            self.decode_step.laps = None
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -175,7 +190,7 @@ class Engine:
             request_id,
             tokens,
             params,
-            seed=_signed(params.seed) if params.seed is not None else (self.config.seed + 1) * 0x9E3779B1 + number,
+            seed=_signed(params.seed if params.seed is not None else (self.config.seed + 1) * 0x9E3779B1 + number),
             output=OutputProcessor(
                 params, self.target.tokenizer, self.target.eos_token_ids, tokens, request_id=request_id
             ),
@@ -293,8 +308,17 @@ class Engine:
                 self.blocks.commit(request.slot, request.token_ids, request.num_cached)
         launched.host_ms += (time.perf_counter() - start) * 1e3
         # With an overlapping device the host's time is hidden behind the next step.
-        self.policy.observe(launched.plan, launched.inputs, outputs, kept, 0.0 if self.overlap else launched.host_ms)
+        host_ms = 0.0 if self.overlap else launched.host_ms
+        self.policy.observe(launched.plan, launched.inputs, outputs, kept, host_ms)
+        self._report(launched, outputs, kept, host_ms)
         return events
+
+    def _report(self, launched: InFlight, outputs: HostOutputs, kept: list[int], host_ms: float) -> None:
+        if self._observers:
+            names = [part.request.request_id for part in launched.parts[: launched.inputs.num_emitting]]
+            report = StepReport(launched.plan, launched.inputs, outputs, names, kept, self.gamma, host_ms)
+            for observer in list(self._observers):
+                observer(report)
 
     def _emit(
         self, part: Scheduled, index: int, row: int, width: int, outputs: HostOutputs, launched: InFlight

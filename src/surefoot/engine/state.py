@@ -7,6 +7,7 @@ still runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +48,12 @@ class StateUpdates:
     tables: list[TableUpdate] = field(default_factory=list)
 
 
+def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Host numbers as a device tensor. Never waits: a plain copy to CUDA would, for everything queued in front of it."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else host.to(device)
+
+
 class DeviceState:
     """Token history, committed lengths and sampling parameters of all state slots.
 
@@ -78,13 +85,12 @@ class DeviceState:
         for update in updates.slots:
             self._enter(update)
         for table in updates.tables:
-            blocks = torch.tensor(table.blocks, dtype=torch.int32, device=self.device)
+            blocks = to_device(table.blocks, torch.int32, self.device)
             cache.block_tables[table.group][table.slot, table.first : table.first + len(table.blocks)] = blocks
 
     def _enter(self, update: SlotUpdate) -> None:
         slot, params, sampling = update.slot, update.params, self.sampling
-        tokens = torch.tensor(update.token_ids, dtype=torch.int64, device=self.device)
-        self.history[slot, : len(update.token_ids)] = tokens
+        self.history[slot, : len(update.token_ids)] = to_device(update.token_ids, torch.int64, self.device)
         self.lengths[slot] = update.num_cached
         sampling.temperature[slot] = params.temperature
         sampling.top_k[slot] = params.top_k
@@ -101,8 +107,9 @@ class DeviceState:
         sampling.bias_values[slot] = 0
         if params.logit_bias:
             count = len(params.logit_bias)
-            sampling.bias_ids[slot, :count] = torch.tensor(list(params.logit_bias), device=self.device)
-            sampling.bias_values[slot, :count] = torch.tensor(list(params.logit_bias.values()), device=self.device)
+            bias = params.logit_bias
+            sampling.bias_ids[slot, :count] = to_device(list(bias), torch.int64, self.device)
+            sampling.bias_values[slot, :count] = to_device(list(bias.values()), torch.float32, self.device)
 
     def _widen_bias(self, count: int) -> None:
         from dataclasses import replace

@@ -1,7 +1,7 @@
 """One decode step, as the data flows: draft, allocate, pack, verify, accept, commit.
 
 Everything here runs on the device's time line from host-known sizes (how many requests, how many rows) and device-known data
-(lengths, tokens, widths). Nothing reads a device value back, except on a CPU, where reading is free and saves padding rows.
+(lengths, tokens, widths). Nothing reads a device value back, except where reading is free (a CPU) and saves padding rows.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Draft, DraftContext, Drafter
+from surefoot.engine.clock import Laps, ignore
 from surefoot.engine.distribution import BlockSampler, SamplingFlags, processed
 from surefoot.engine.graphs import TargetRunner
-from surefoot.engine.state import DeviceState, StateUpdates
+from surefoot.engine.state import DeviceState, StateUpdates, to_device
 from surefoot.kernels.packing import FlatBatch, rows_of
 from surefoot.speculation.acceptance import Proposal, Verdict, accept_greedy, accept_sampled
 from surefoot.speculation.allocation import allocate
@@ -45,6 +46,11 @@ class StepInputs:
     max_length: int = 0  # an upper bound of the committed lengths
 
     @property
+    def uniform_width(self) -> int:
+        """The one width of a static step: the budget spread evenly, rounded up."""
+        return -(-self.budget // max(self.num_drafted, 1))
+
+    @property
     def num_rows(self) -> int:
         """Upper bound of the rows the target sees."""
         return sum(self.context_rows) + self.num_emitting + self.budget
@@ -68,6 +74,7 @@ class StepOutputs:
     top_tokens: Tensor | None = None  # [L, n] int64
     rows: int = 0  # rows the target ran, padding included
     replayed: bool | None = None  # whether a captured graph ran them (None: this runner captures none)
+    laps: Laps | None = None  # times of the stages, where somebody watches
 
 
 class DecodeStep:
@@ -84,26 +91,40 @@ class DecodeStep:
         *,
         uniform_widths: bool = False,
         check_layout: bool = False,
+        reads_are_free: bool = True,
     ) -> None:
         self.runner, self.drafter, self.cache, self.state = runner, drafter, cache, state
         self.confidence, self.gamma = confidence, gamma
         self.uniform_widths, self.check_layout = uniform_widths, check_layout
+        self.reads_are_free = reads_are_free
+        vocabulary = drafter.vocabulary if drafter else None
+        self.vocabulary_end = None if vocabulary is None else int(vocabulary.max()) + 1
+        self.laps: Callable[[], Laps] | None = None  # starts the clock of a step; None: nobody watches
 
     @torch.inference_mode()
     def __call__(self, inputs: StepInputs) -> StepOutputs:
+        laps = self.laps() if self.laps is not None else None
+        lap = laps or ignore
         self.state.apply(inputs.updates, self.cache)
-        slots = torch.tensor(inputs.slots, dtype=torch.int64, device=self.state.device)
-        steps = torch.tensor(inputs.steps, dtype=torch.int64, device=self.state.device)
+        slots = to_device(inputs.slots, torch.int64, self.state.device)
+        steps = to_device(inputs.steps, torch.int64, self.state.device)
 
+        lap("update")
         draft, proposal = self._draft(inputs, slots, steps)
+        lap("draft")
         confidence = self._confidence(draft)
         widths = self._allocate(inputs, draft, confidence)
+        lap("plan")
         batch, anchor_row = self._pack(inputs, slots, widths)
+        lap("pack")
         output = self.runner.run(batch, self.cache, self.drafter.feature_layers if self.drafter else ())
+        lap("target")
         verdict = self._accept(inputs, output.logits, batch, anchor_row, slots, steps, draft, widths, proposal)
         self._commit(inputs, slots, verdict)
+        lap("accept")
         if self.drafter is not None and output.features is not None:
             self.drafter.extend(output.features, batch, self.cache)
+        lap("extend")
 
         logprobs, top_logprobs, top_tokens = self._logprobs(inputs.flags, output.logits, batch)
         return StepOutputs(
@@ -120,6 +141,7 @@ class DecodeStep:
             top_tokens,
             batch.num_rows,
             self.runner.replayed,
+            laps,
         )
 
     def _draft(self, inputs: StepInputs, slots: Tensor, steps: Tensor) -> tuple[Draft, Proposal]:
@@ -136,6 +158,7 @@ class DecodeStep:
             steps[: inputs.num_drafted],
             self.gamma,
             self.drafter.vocabulary,
+            self.vocabulary_end,
         )
         context = DraftContext(drafted, lengths, self.state.history, self.cache, inputs.max_length)
         draft = self.drafter.propose(context, sampler)
@@ -153,13 +176,13 @@ class DecodeStep:
     def _allocate(self, inputs: StepInputs, draft: Draft, confidence: Tensor | None) -> Tensor:
         """Widths of the emitting requests, [E] int64; requests without a draft get 0."""
         device = self.state.device
-        limits = torch.tensor(inputs.limits, dtype=torch.int64, device=device)
+        limits = to_device(inputs.limits, torch.int64, device)
         if draft.lengths is not None:
             limits = torch.minimum(limits, draft.lengths)
         if inputs.forced is not None:
-            widths = torch.minimum(torch.tensor(inputs.forced, dtype=torch.int64, device=device), limits)
+            widths = torch.minimum(to_device(inputs.forced, torch.int64, device), limits)
         elif self.uniform_widths:
-            widths = limits.clamp(max=-(-inputs.budget // max(inputs.num_drafted, 1)))
+            widths = limits.clamp(max=inputs.uniform_width)
         elif confidence is None:
             ones = torch.ones(inputs.num_drafted, self.gamma, device=device)
             widths = allocate(ones, inputs.budget, limits)
@@ -172,12 +195,14 @@ class DecodeStep:
     def _pack(self, inputs: StepInputs, slots: Tensor, widths: Tensor) -> tuple[FlatBatch, Tensor]:
         """The flat batch, and the logit row of every emitting request's anchor ([E] int64)."""
         device, emitting = self.state.device, inputs.num_emitting
-        context = torch.tensor(inputs.context_rows, dtype=torch.int64, device=device)
+        context = to_device(inputs.context_rows, torch.int64, device)
         rows = context.clone()
         rows[:emitting] += widths + 1
-        num_logits = emitting + inputs.budget
-        if str(device) == "cpu":  # reading is free here: no padding for widths that limits have cut
+        if self.reads_are_free:  # no padding for widths that limits have cut
             num_logits = int(widths.sum()) + emitting
+        else:
+            verified = inputs.num_drafted * inputs.uniform_width if self.uniform_widths else inputs.budget
+            num_logits = emitting + min(verified, sum(inputs.limits))
         total = sum(inputs.context_rows) + num_logits
         owner, offset = rows_of(rows, self.runner.bucket(total))
         real = owner < len(inputs.slots)
@@ -246,7 +271,7 @@ class DecodeStep:
     def _commit(self, inputs: StepInputs, slots: Tensor, verdict: Verdict) -> None:
         """Set the lengths: the whole of rewinding. The accepted drafts stand in the history already."""
         emitting = inputs.num_emitting
-        grown = torch.tensor(inputs.context_rows, dtype=torch.int64, device=self.state.device)
+        grown = to_device(inputs.context_rows, torch.int64, self.state.device)
         grown[:emitting] += verdict.accepted + 1
         lengths = self.state.lengths[slots] + grown
         self.state.lengths[slots] = lengths

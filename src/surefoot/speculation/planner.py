@@ -35,6 +35,7 @@ from surefoot.speculation.survival import PublishedSurvival
 
 Floats = npt.NDArray[np.float64]
 GRID = float(1 << 24)
+FEW = 8  # requests
 
 
 class Reason(str, Enum):
@@ -422,14 +423,20 @@ class StoppingPlanner(Planner):
             if end > admitted:
                 admitted = end  # whatever stands on it: to look before would be to look ahead
                 continue
+            stop, now = expected[admitted], costs[admitted]
+            head, then = expected[admitted + 1], costs[admitted + 1]
+            if head * now > stop * then if price is None else head - stop > price * (then - now):
+                admitted += 1  # the next head pays for itself
+                continue
             further = self._further(survival, limits, np.bincount(owner[:admitted], minlength=len(limits)))
             ahead, go = expected[admitted] + np.cumsum(further), costs[admitted + 1 :]
-            stop, now = expected[admitted], costs[admitted]
             worth = ahead / go - stop / now if price is None else (ahead - stop) - price * (go - now)
             best = int(np.argmax(worth))
             if worth[best] <= 0:
                 break
-            admitted += 1 + best // 2  # look again half-way: what is revealed until then can change the plan
+            # A few requests: look again at once, every head can change the plan. Many: half-way is soon enough, since what
+            # their heads reveal is on average what was expected.
+            admitted += 1 + (best // 2 if len(limits) > FEW else 0)
         reason = Reason.PLANNED if admitted < full else Reason.FULL
         return self._decision(load, admitted, reason, full, tokens=float(expected[admitted]), costs=costs)
 

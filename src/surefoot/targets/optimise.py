@@ -6,7 +6,7 @@ to be asked for). What a step does not recognise it leaves alone: an unknown arc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -14,24 +14,65 @@ from torch import nn
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear, Quantization
+from surefoot.targets.fused import FusedAttention, FusedFeedForward, FusedNorm, activation_of
 
-# Projections of decoder layers that every model calls as modules; a router or anything else whose weight a model reads
-# directly is not among them.
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj", "dense")
-_FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2")
+# The families whose attention is "project, maybe normalise per head, rotate by halves, attend, project".
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3")
+_ATTENTION = tuple(f"{family}Attention" for family in _FAMILIES)
+_FEED_FORWARD = tuple(f"{family}MLP" for family in _FAMILIES)
+_NORMS = {f"{family}RMSNorm": family == "Gemma3" for family in _FAMILIES}  # name -> scaled by 1 + weight?
+# Projections that every model calls as modules; a router, or anything else whose weight is read directly, is not here.
+_PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj", "dense"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2"),
+)
+
+
+def _children(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Every (parent, name, child) of the model, listed before anything is replaced."""
+    yield from [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+
+
+def _fuse_norms(model: Any, quantize: Quantization | None) -> bool:
+    found = [item for item in _children(model) if type(item[2]).__name__ in _NORMS]
+    for parent, name, norm in found:
+        setattr(parent, name, FusedNorm(norm, unit_offset=_NORMS[type(norm).__name__]))
+    return bool(found)
+
+
+def _fuse_attention(model: Any, quantize: Quantization | None) -> bool:
+    """One q·k·v product per layer, and rotary embedding in one pass."""
+    found = [item for item in _children(model) if type(item[2]).__name__ in _ATTENTION]
+    for parent, name, attention in found:
+        setattr(parent, name, FusedAttention(attention, quantize))
+    return bool(found)
+
+
+def _fuse_feed_forward(model: Any, quantize: Quantization | None) -> bool:
+    """One gate·up product per layer, and the gated activation in one pass."""
+    found = [
+        (parent, name, child, activation)
+        for parent, name, child in _children(model)
+        if type(child).__name__ in _FEED_FORWARD and (activation := activation_of(child.act_fn))
+    ]
+    for parent, name, feed_forward, activation in found:
+        setattr(parent, name, FusedFeedForward(feed_forward, activation, quantize))
+    return bool(found)
 
 
 def _pack_projections(model: Any, quantize: Quantization | None) -> bool:
-    """Attention and feed-forward projections become thin products over packed weights."""
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if name in (*_ATTENTION, *_FEED_FORWARD) and type(child) is nn.Linear
-    ]
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear.from_linear(child, quantize))
+    """Attention and feed-forward projections that were not fused become thin products over packed weights."""
+    found = [item for item in _children(model) if item[1] in _PROJECTIONS and type(item[2]) is nn.Linear]
+    for parent, name, linear in found:
+        setattr(parent, name, PackedLinear.from_linear(linear, quantize))
     return bool(found)
+
+
+def _unmap_rest(model: Any, quantize: Quantization | None) -> bool:
+    """Copy what was not packed out of the mapped checkpoint file, whose pages would stay resident beside the copies."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return True
 
 
 def _pack_head(model: Any, quantize: Quantization | None) -> bool:
@@ -44,7 +85,11 @@ def _pack_head(model: Any, quantize: Quantization | None) -> bool:
 
 
 STEPS: dict[str, Callable[[Any, Quantization | None], bool]] = {
+    "fused-norms": _fuse_norms,
+    "fused-attention": _fuse_attention,
+    "fused-feed-forward": _fuse_feed_forward,
     "packed-projections": _pack_projections,
+    "unmapped-rest": _unmap_rest,
     "packed-head": _pack_head,
 }
 DEFAULT = tuple(STEPS)
@@ -69,3 +114,14 @@ def optimise(model: Any, *, steps: Collection[str] = DEFAULT, quantize: Quantiza
     if model.device.type != "cpu" or not native.available():
         return []
     return [name for name, step in STEPS.items() if name in steps and step(model, quantize)]
+
+
+def optimise_drafter(model: nn.Module) -> bool:
+    """Pack every linear layer of a drafter on the CPU; its borrowed embedding and head belong to the target."""
+    if not native.available() or any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return False
+    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    for parent, name, child in found:
+        if type(child) is nn.Linear:
+            setattr(parent, name, PackedLinear.from_linear(child))
+    return True

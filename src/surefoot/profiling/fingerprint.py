@@ -1,0 +1,110 @@
+"""What a cost table was measured on, and where the tables of this machine lie.
+
+A table is found by everything that changes what a step costs. `max_num_seqs` only says how far it was measured: a table of
+16 requests serves an engine of 4, not the other way round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+import surefoot
+from surefoot.errors import CostTableError
+from surefoot.kernels import native
+from surefoot.kernels.linear import PackedLinear
+from surefoot.paths import cache_directory
+from surefoot.profiling.hardware import read_cpuinfo
+from surefoot.speculation.cost import CostTable
+
+if TYPE_CHECKING:
+    from surefoot.drafters.base import Drafter
+    from surefoot.targets.target import Target
+
+Fingerprint = dict[str, Any]
+
+
+def fingerprint(target: Target, drafter: Drafter | None, *, max_num_seqs: int, block_size: int) -> Fingerprint:
+    """Everything that decides what a step of this engine costs, in plain JSON data."""
+    device = target.device
+    info = read_cpuinfo()
+    return {
+        "model": Path(target.name).name if Path(target.name).exists() else target.name,
+        "config": _digest(target.config.to_dict()),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "packed": any(True for _ in _packed(target)),
+        "quantize": next((layer.quantize for layer in _packed(target) if layer.quantize), None),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": info.get("model name") or info.get("Processor") or platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "native_kernels": device.type == "cpu" and native.available(),
+        "drafter": drafter.name if drafter else "none",
+        "gamma": drafter.gamma if drafter else 0,
+        "max_num_seqs": max_num_seqs,
+        "block_size": block_size,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "surefoot": surefoot.__version__,
+    }
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    """Of a model's configuration, whatever directory or library version wrote it."""
+    kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _packed(target: Target) -> Iterator[PackedLinear]:
+    return (module for module in target.model.modules() if isinstance(module, PackedLinear))
+
+
+def tables_directory() -> Path:
+    """Where `surefoot profile` saves."""
+    return cache_directory() / "cost-tables"
+
+
+def table_path(wanted: Mapping[str, Any]) -> Path:
+    """The file of an engine's table; of another `max_num_seqs` or engine it is another file."""
+    text = json.dumps(dict(wanted), sort_keys=True, default=str)
+    return tables_directory() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def find_table(wanted: Mapping[str, Any]) -> CostTable | None:
+    """The saved table of this engine, or the smallest one that was measured for more requests; None if there is none."""
+    exact = table_path(wanted)
+    found: list[CostTable] = []
+    for path in [exact] if exact.exists() else sorted(tables_directory().glob("*.json")):
+        try:
+            table = CostTable.load(path)
+        except CostTableError as problem:
+            warnings.warn(f"cost table {path} is left out: {problem}", RuntimeWarning, stacklevel=2)
+            continue
+        if table.fingerprint == serving(table, wanted):
+            found.append(table)
+    return min(found, key=lambda table: table.fingerprint["max_num_seqs"], default=None)
+
+
+def load_table(path: str | Path, wanted: Mapping[str, Any]) -> CostTable:
+    """A table the user chose.
+
+    Raises:
+        CostTableError: malformed, or measured on another engine; the message names every field that differs.
+    """
+    table = CostTable.load(path)
+    table.require(serving(table, wanted))
+    return table
+
+
+def serving(table: CostTable, wanted: Mapping[str, Any]) -> Fingerprint:
+    """`wanted`, with the `max_num_seqs` of a table that was measured for at least as many requests."""
+    measured = table.fingerprint.get("max_num_seqs")
+    enough = isinstance(measured, int) and measured >= wanted["max_num_seqs"]
+    return {**wanted, "max_num_seqs": measured if enough else wanted["max_num_seqs"]}

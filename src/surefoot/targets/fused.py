@@ -1,0 +1,86 @@
+"""Decoder-layer modules with their small operations fused, for the CPU. Put in place by `optimise`.
+
+Each is built from the transformers module it replaces and computes what that module computes, on flat rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm, rotary
+from surefoot.kernels.linear import PackedLinear, Quantization
+from surefoot.targets.attention import STEP_ARGUMENT, FlatCache
+
+
+class FusedAttention(nn.Module):
+    """Self-attention with one q·k·v product and rotary embedding in place of its separate parts."""
+
+    def __init__(self, attention: Any, quantize: Quantization | None) -> None:
+        super().__init__()
+        self.layer_idx, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
+        self.sliding_window = getattr(attention, "sliding_window", None)
+        self.qkv_proj = PackedLinear.from_linears([attention.q_proj, attention.k_proj, attention.v_proj], quantize)
+        self.o_proj = PackedLinear.from_linear(attention.o_proj, quantize)
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [1, T, hidden]
+        position_embeddings: tuple[Tensor, Tensor],  # cos, sin: [1, T, R]
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        step: FlatCache = options[STEP_ARGUMENT]
+        cos, sin = position_embeddings[0][0], position_embeddings[1][0]
+        parts = self.qkv_proj.split(self.qkv_proj(hidden_states[0]))
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, H, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (
+            rows.transpose(0, 1)[None] for rows in (rotary(query, cos, sin), rotary(key, cos, sin), value)
+        )  # [1, H, T, D], the layout of transformers' cache interface
+        key, value = step.update(key, value, self.layer_idx)
+        arguments = {
+            "attention_mask": attention_mask, "scaling": self.scaling, "sliding_window": self.sliding_window
+        }  # fmt: skip
+        output = step.attend(self, query, key, value, arguments)
+        return self.o_proj(output.flatten(1))[None], None
+
+
+class FusedFeedForward(nn.Module):
+    """down(act(gate(x)) * up(x)) with one gate·up product."""
+
+    def __init__(self, feed_forward: Any, activation: Activation, quantize: Quantization | None) -> None:
+        super().__init__()
+        self.activation: Activation = activation
+        self.gate_up_proj = PackedLinear.from_linears([feed_forward.gate_proj, feed_forward.up_proj], quantize)
+        self.down_proj = PackedLinear.from_linear(feed_forward.down_proj, quantize)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated_activation(self.gate_up_proj(x), self.activation))
+
+
+class FusedNorm(nn.Module):
+    """Root-mean-square normalisation in one pass."""
+
+    def __init__(self, norm: Any, unit_offset: bool) -> None:
+        super().__init__()
+        self.weight, self.unit_offset = norm.weight, unit_offset
+        self.eps: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
+
+
+def activation_of(function: Any) -> Activation | None:
+    """Which fused activation computes what `function` computes (None: no one does)."""
+    x = torch.linspace(-6, 6, 97)
+    if torch.allclose(function(x), F.silu(x), atol=1e-6):
+        return "silu"
+    if torch.allclose(function(x), F.gelu(x, approximate="tanh"), atol=1e-6):
+        return "gelu_tanh"
+    return None

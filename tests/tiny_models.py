@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def _config(architecture: str, vocab_size: int) -> Any:
     raise ValueError(architecture)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny_target(
     architecture: str = "llama", vocab_size: int = 64, seed: int = 0, sharpness: float = 8.0, dtype: str = "float32"
 ) -> Target:

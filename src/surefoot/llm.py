@@ -15,6 +15,7 @@ from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine, EngineConfig
 from surefoot.engine.output import OutputEvent, TokenLogprobs
 from surefoot.engine.request import Request
+from surefoot.engine.trace import TraceWriter
 from surefoot.errors import ConfigurationError, RequestError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import RequestStatistics
@@ -123,6 +124,7 @@ class LLM:
         calibration: a file written by `surefoot calibrate`; None takes the one beside the drafter, if any.
         threads: CPU threads; None takes the physical cores.
         seed: seeds the requests that bring none.
+        trace: write every step as a line of JSON to this file; `surefoot simulate` replays it.
 
     Raises:
         SurefootError: a model, drafter, table or option that does not fit; the message says what to do.
@@ -146,6 +148,7 @@ class LLM:
         calibration: str | Path | None = None,
         threads: int | None = None,
         seed: int | None = None,
+        trace: str | Path | None = None,
         **options: Any,
     ) -> None:
         config = EngineConfig(
@@ -171,6 +174,11 @@ class LLM:
             config=config,
             **options,
         )
+
+        self._trace: TraceWriter | None = None
+        if trace is not None:
+            self._trace = TraceWriter(trace, self.engine.describe())
+            self.engine.add_observer(self._trace)
 
     @property
     def target(self) -> Target:
@@ -241,9 +249,13 @@ class LLM:
         return self.engine.describe()
 
     def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel what still runs, and close the trace."""
         for request_id in list(self.engine.requests):
             self.engine.cancel(request_id)
+        if self._trace is not None:
+            self.engine.remove_observer(self._trace)
+            self._trace.close()
+            self._trace = None
 
     # -- inside ------------------------------------------------------------------------------------------------------------
 

@@ -136,11 +136,8 @@ class BlockMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def trim_or_leave(self, data: st.DataObject) -> None:
+    def leave(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.live)))
-        if data.draw(st.booleans()):
-            self.manager.trim(slot, self.live[slot][1])
-            return
         self.manager.release(slot)
         del self.live[slot]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +14,12 @@ from surefoot.drafters.config import DSparkConfig
 from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.engine.assembly import make_policy
+from surefoot.engine.device import HostOutputs
 from surefoot.engine.engine import Engine, EngineConfig
 from surefoot.engine.request import Request
+from surefoot.engine.step import StepInputs
 from surefoot.sampling import SamplingParams
+from surefoot.speculation.cost import CostTable
 from surefoot.targets.target import Target
 
 
@@ -61,6 +66,45 @@ def tiny_drafter(target: Target, name: str, gamma: int) -> Drafter | None:
     return tiny_dspark(target, gamma, **changes[name])
 
 
+class QueueDevice:
+    """An overlapping device without a thread: a step runs as soon as it is submitted, or as late as its result allows.
+
+    Late, the host has changed everything it changes for the step behind before this one runs. Both are deterministic.
+    """
+
+    overlaps = True
+    reads_are_free = False
+
+    def __init__(self, late: bool = True) -> None:
+        self.late = late
+        self._queue: deque[_Queued] = deque()
+
+    def submit(self, step: Any, inputs: StepInputs) -> _Queued:
+        queued = _Queued(self, step, inputs)
+        self._queue.append(queued)
+        if not self.late:
+            self.run_until(queued)
+        return queued
+
+    def run_until(self, last: _Queued) -> None:
+        while self._queue and last.outputs is None:
+            queued = self._queue.popleft()
+            queued.outputs = HostOutputs(queued.step(queued.inputs), device_ms=1.0)
+
+
+@dataclass
+class _Queued:
+    device: QueueDevice
+    step: Any
+    inputs: StepInputs
+    outputs: HostOutputs | None = None
+
+    def result(self) -> HostOutputs:
+        self.device.run_until(self)
+        assert self.outputs is not None
+        return self.outputs
+
+
 class EngineUnderTest(Engine):
     def run(self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
         """All prompts to their end; the requests, in order."""
@@ -90,13 +134,25 @@ def build(
     device: Any = None,
     runner: Any = None,
     policy: dict[str, Any] | None = None,
+    table: CostTable | None = None,
     **config: Any,
 ) -> EngineUnderTest:
     chosen = tiny_drafter(target, drafter, gamma) if isinstance(drafter, str) else drafter
     settings = {"max_num_seqs": 8, "max_model_len": 96, "block_size": 4, "check_layout": True, **config}
     settings.setdefault("max_num_batched_tokens", max(64, settings["max_num_seqs"] * 16))
     engine_config = EngineConfig(**settings)
-    made = make_policy(target, chosen, width=width, config=engine_config, cost_table="none", **(policy or {}))
+    made = make_policy(
+        target,
+        chosen,
+        width=width,
+        config=engine_config,
+        cost_table="none",
+        reads_are_free=(device is None or device.reads_are_free) and not engine_config.overlap,
+        **(policy or {}),
+    )
+    for planner in (made.stale, made.current):
+        if planner is not None:
+            planner.table = table
     return EngineUnderTest(target, chosen, made, engine_config, device=device, runner=runner)
 
 

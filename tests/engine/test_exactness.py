@@ -202,7 +202,7 @@ class TestNegativeControls:
     def test_acceptance_without_the_residual(self, monkeypatch: pytest.MonkeyPatch) -> None:
         honest = step.accept_sampled
 
-        def careless(probs: Any, rows: Any, drafts: Any, widths: Any, proposal: Any, u: Any, v: Any) -> Any:
+        def careless(probs: Any, rows: Any, drafts: Any, widths: Any, proposal: Any, u: Any, v: Any, *_: Any) -> Any:
             verdict = honest(probs, rows, drafts, widths, proposal, u, v)
             from surefoot.speculation.acceptance import Verdict, draw
 
@@ -236,14 +236,14 @@ class TestNegativeControls:
 def test_the_acceptance_divides_by_the_tensor_the_drafts_were_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     divided: list[int] = []
-    honest_draw, honest_accept = distribution.draw, step.accept_sampled
+    honest_draw, honest_accept = distribution.sample_rows, step.accept_sampled
 
     def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         assert weights.dtype == torch.float32
         drawn.append(weights.untyped_storage().data_ptr())
         return honest_draw(weights, u)
 
-    def accept(probs: Any, rows: Any, drafts: Any, widths: Any, proposal: Proposal, u: Any, v: Any) -> Any:
+    def accept(probs: Any, rows: Any, drafts: Any, widths: Any, proposal: Proposal, u: Any, v: Any, *_: Any) -> Any:
         if not drafts.shape[0]:  # the prompt's own step
             return honest_accept(probs, rows, drafts, widths, proposal, u, v)
         assert proposal.probs is not None
@@ -252,7 +252,7 @@ def test_the_acceptance_divides_by_the_tensor_the_drafts_were_drawn_from(monkeyp
         assert drawn[-1] == divided[-1]
         return honest_accept(probs, rows, drafts, widths, proposal, u, v)
 
-    monkeypatch.setattr(distribution, "draw", draw)
+    monkeypatch.setattr(distribution, "sample_rows", draw)
     monkeypatch.setattr(step, "accept_sampled", accept)
     engine = build(tiny_target("llama"), "dspark", gamma=GAMMA, width=GAMMA)
     engine.run([[1, 2, 3]], SamplingParams(temperature=1, max_tokens=12, seed=3))

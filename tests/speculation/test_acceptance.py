@@ -50,7 +50,7 @@ def emitted_law(p: torch.Tensor, q: torch.Tensor, vocabulary: torch.Tensor | Non
         law[token] += q[index].double() * accepted
         if accepted < 1:
             rejecting = torch.tensor(1 - 2.0**-53, dtype=torch.float64)
-            recovered = breakpoints(lambda u: verdict(rejecting.expand(u.shape[0]), u).next_token, size)
+            recovered = breakpoints(lambda u, last=rejecting: verdict(last.expand(u.shape[0]), u).next_token, size)
             law += q[index].double() * (1 - accepted) * recovered
     return law
 

@@ -304,3 +304,14 @@ def test_stopping_crosses_a_cliff_only_when_the_model_has_seen_it_pay() -> None:
         for _ in range(4):
             planner.model.observe(past)
         assert planner.decide(past[:1], load).budget == (7 if continues else 0)
+
+
+def test_prices_are_forgotten_when_the_table_is_rescaled() -> None:
+    planner = StoppingPlanner(2, STEEP)
+    survival, load = np.full((1, 2), 0.9, np.float32), StepLoad(1, [2])
+    for _ in range(planner.prices.settle):
+        planner.decide(survival, load)
+    assert planner.prices.price(1) == pytest.approx(2.8 / 13.0, rel=1e-6)
+    planner.table = STEEP.scaled(3.0)
+    planner.decide(survival, load)
+    assert planner.prices.price(1) is None

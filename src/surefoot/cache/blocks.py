@@ -155,6 +155,8 @@ class BlockManager:
     def reserve(self, slot: int, length: int) -> list[tuple[int, int, list[int]]] | None:
         """Hold blocks for `length` positions of `slot`.
 
+        What a rejection leaves empty behind the committed length is kept: the next step's frontier reaches at least as far.
+
         Returns:
             (group, first block index, new block ids) of every group that grew; None, with nothing taken, when a pool is empty.
         """
@@ -199,15 +201,6 @@ class BlockManager:
                     pool.release(blocks[index])
                     blocks[index] = 0
             sequence.freed[group] = max(sequence.freed[group], first)
-
-    def trim(self, slot: int, length: int) -> None:
-        """Give back blocks that hold only positions at or behind `length`."""
-        keep = -(-length // self.block_size)
-        for pool, blocks in zip(self.pools, self.sequences[slot].blocks, strict=True):
-            while len(blocks) > keep:
-                block = blocks.pop()
-                if block:
-                    pool.release(block)
 
     def release(self, slot: int) -> None:
         """Give back everything; the last blocks first, so that a prefix outlives its continuation."""

@@ -43,6 +43,7 @@ def generate(
         bool,
         typer.Option("--chat/--raw", help="Wrap the prompt in the model's chat template, or continue it as it is."),
     ] = False,
+    trace: options.Trace = None,
     json: options.Json = False,
     stats: options.ShowStatistics = True,
 ) -> None:
@@ -73,6 +74,7 @@ def generate(
         threads=threads,
         quantize=quantize,
         seed=seed,
+        trace=trace,
     )
     try:
         stream = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)

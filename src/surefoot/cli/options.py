@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -98,6 +99,14 @@ CostTable = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="Write every step as a line of JSON to this file; 'surefoot simulate --trace' replays it.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Temperature = Annotated[
     float,
     typer.Option("--temperature", "-t", help="0 is greedy, 1 the model's own distribution.", rich_help_panel=_SAMPLING),
@@ -175,6 +184,7 @@ def load_llm(
     quantize: str | None,
     seed: int | None = None,
     max_num_seqs: int = 1,
+    trace: Path | None = None,
 ) -> LLM:
     """The engine these options describe.
 
@@ -206,4 +216,5 @@ def load_llm(
         quantize=quantize,
         seed=seed,
         max_num_seqs=max_num_seqs,
+        **({} if trace is None else {"trace": trace}),
     )

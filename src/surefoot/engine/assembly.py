@@ -11,7 +11,7 @@ from surefoot.drafters.base import Drafter
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.device import CudaDevice, Device, InlineDevice
 from surefoot.engine.engine import Engine, EngineConfig
-from surefoot.engine.policy import WidthPolicy
+from surefoot.engine.policy import PlannerName, WidthPolicy
 from surefoot.errors import CalibrationError, ConfigurationError, DrafterError
 from surefoot.kernels.linear import Quantization
 from surefoot.speculation.calibration import Calibration
@@ -62,10 +62,17 @@ def build_engine(
     if isinstance(chosen, DSparkDrafter):
         optimise_drafter(chosen.model)
     config = config or EngineConfig()
-    policy = make_policy(
-        target, chosen, width=width, config=config, cost_table=cost_table, calibration=calibration, **policy_options
-    )
     backend: Device = CudaDevice(where) if where.type == "cuda" else InlineDevice()
+    policy = make_policy(
+        target,
+        chosen,
+        width=width,
+        config=config,
+        cost_table=cost_table,
+        calibration=calibration,
+        reads_are_free=backend.reads_are_free and not config.overlap,
+        **policy_options,
+    )
     return Engine(target, chosen, policy, config, device=backend)
 
 
@@ -87,9 +94,15 @@ def make_policy(
     config: EngineConfig,
     cost_table: str | Path = "auto",
     calibration: str | Path | None = None,
+    planner: PlannerName | None = None,
+    reads_are_free: bool = True,
     **options: Any,
 ) -> WidthPolicy:
-    """The planner of an engine, with what it plans from."""
+    """The planner of an engine, with what it plans from.
+
+    Without a `planner` it is optimal stopping on this step's confidences where the host may read them in mid-step, and a
+    search on earlier steps' survivals where it must not.
+    """
     gamma = drafter.gamma if drafter else 0
     if isinstance(width, str) and width == "auto":
         width = None
@@ -104,6 +117,7 @@ def make_policy(
         table=_cost_table(target, drafter, config, cost_table),
         forced=forced,
         confidence=confidence_source(drafter, calibration, target.device) if drafter else None,
+        planner=planner or ("stopping" if reads_are_free else "stale"),
         **options,
     )
 

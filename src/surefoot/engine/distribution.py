@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surefoot.speculation.acceptance import Proposal, draw
+from surefoot.kernels.sampling import sample_rows, softmax_rows
+from surefoot.speculation.acceptance import Proposal
 from surefoot.speculation.uniforms import Purpose, uniforms
 
 NUCLEUS_CANDIDATES = (
@@ -107,7 +108,8 @@ def processed(
     Returns:
         [N, V] float32, rows sum to 1.
     """
-    logits = logits.to(torch.float32)
+    if flags.penalties or flags.bias:
+        logits = logits.to(torch.float32)
     if flags.penalties:
         if vocabulary is None:
             logits = _penalised(logits, params, history, slots, seen, logits.shape[1])
@@ -121,12 +123,9 @@ def processed(
         if vocabulary is None:
             logits = logits.scatter_add(1, ids, values)
         else:
-            match = (vocabulary.unsqueeze(0).unsqueeze(0) == ids.unsqueeze(-1)).to(values.dtype)  # [N, B, V]
-            logits = logits + (match * values.unsqueeze(-1)).sum(1)
-    temperature = params.temperature[slots].unsqueeze(1)
-    greedy = temperature <= 0
-    probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature), -1)
-    point = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+            assert target_size is not None
+            logits = logits + logits.new_zeros(logits.shape[0], target_size).scatter_add(1, ids, values)[:, vocabulary]
+    probs = softmax_rows(logits, params.temperature[slots])
     if flags.top_k:
         k = params.top_k[slots]
         ordered = probs.topk(min(flags.top_k, probs.shape[-1]), dim=-1).values
@@ -142,7 +141,7 @@ def processed(
         floor = probs.amax(-1, keepdim=True) * params.min_p[slots].unsqueeze(1)
         probs = torch.where(probs >= floor, probs, 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
-    return torch.where(greedy, point, probs)
+    return probs  # a point mass passes every filter unchanged
 
 
 class BlockSampler:
@@ -188,7 +187,7 @@ class BlockSampler:
                 self._probs = probs.new_zeros(probs.shape[0], self._gamma, probs.shape[1])
             self._probs[:, k - 1] = probs
             u = uniforms(self._params.seed[self._slots], self._steps, Purpose.DRAFT, torch.full_like(self._slots, k))
-            index = draw(self._probs[:, k - 1], u)
+            index = sample_rows(self._probs[:, k - 1], u)
         self._draft_ids[:, k - 1] = index
         token = index if self._vocabulary is None else self._vocabulary[index]
         self._history[self._slots, self._lengths + k] = token

@@ -85,7 +85,7 @@ class Engine:
             )
         # A step in flight and the next one may both grow a request by a whole block.
         room = 2 * frontier
-        num_blocks, window_blocks = _cache_blocks(target, drafter, config, self.max_model_len + room)
+        num_blocks, window_blocks = _cache_blocks(target, drafter, config, self.max_model_len + room, frontier)
         self.cache = PagedCache(
             target.layers,
             drafter.cache_layers if drafter else (),
@@ -105,6 +105,11 @@ class Engine:
         self.runner = runner or EagerRunner(target)
         self.device = device or InlineDevice()
         self.overlap = self.device.overlaps if config.overlap is None else config.overlap
+        if policy.current is not None and (self.overlap or not self.device.reads_are_free):
+            raise ConfigurationError(
+                f"planner {policy.planner_name!r} looks at confidences in the middle of a step, which an overlapped loop never "
+                f"waits for: use planner 'stale' (the default there), or overlap=False on a CPU"
+            )
         self.decode_step = DecodeStep(
             self.runner,
             drafter,
@@ -114,6 +119,7 @@ class Engine:
             self.gamma,
             uniform_widths=config.uniform_widths,
             check_layout=config.check_layout,
+            reads_are_free=self.device.reads_are_free,
         )
         self.requests: dict[str, Request] = {}
         self._in_flight: InFlight | None = None
@@ -254,11 +260,11 @@ class Engine:
         return self._collect(collected)
 
     def _launch(self, schedule: Schedule) -> InFlight | None:
+        for request in schedule.preempted:
+            self.policy.leave(request)
         if not schedule.scheduled:
             return None
         start = time.perf_counter()
-        for request in schedule.preempted:
-            self.policy.leave(request)
         plan = self.policy.plan(schedule.scheduled)
         parts = [*plan.drafted, *plan.undrafted, *(part for part in schedule.scheduled if not part.emits)]
         emitting = parts[: len(plan.drafted) + len(plan.undrafted)]
@@ -269,10 +275,11 @@ class Engine:
             context_rows=[part.context_rows for part in parts],
             steps=[part.request.num_launched for part in emitting],
             limits=plan.limits,
+            min_width=self.policy.min_width,
             budget=plan.budget,
             decide=plan.decide,
             forced=plan.forced,
-            flags=sampling_flags([part.request.params for part in emitting]),
+            flags=sampling_flags([part.request.params for part in emitting], self.device.reads_are_free),
             updates=schedule.updates,
             max_length=max(part.request.num_cached + part.request.in_flight for part in parts),
         )
@@ -344,7 +351,7 @@ class Engine:
         return event
 
 
-def sampling_flags(params: list[SamplingParams]) -> SamplingFlags:
+def sampling_flags(params: list[SamplingParams], reads_are_free: bool = True) -> SamplingFlags:
     """Which processing stages these requests need between them."""
     penalties = any(p.penalized for p in params)
     bias = any(p.logit_bias for p in params)
@@ -356,6 +363,7 @@ def sampling_flags(params: list[SamplingParams]) -> SamplingFlags:
         top_p=any(p.top_p < 1 for p in params),
         min_p=any(p.min_p > 0 for p in params),
         logprobs=max((-1 if p.logprobs is None else p.logprobs for p in params), default=-1),
+        reads_are_free=reads_are_free,
     )
 
 
@@ -391,7 +399,9 @@ def _model_length(target: Target, config: EngineConfig) -> int:
     return config.max_model_len
 
 
-def _cache_blocks(target: Target, drafter: Drafter | None, config: EngineConfig, length: int) -> tuple[int, int]:
+def _cache_blocks(
+    target: Target, drafter: Drafter | None, config: EngineConfig, length: int, frontier: int
+) -> tuple[int, int]:
     """Blocks of the full and of every sliding group.
 
     Every slot can reach the full length, unless that takes more than `cache_bytes`; one request always fits.
@@ -401,9 +411,9 @@ def _cache_blocks(target: Target, drafter: Drafter | None, config: EngineConfig,
     windows = {spec.window for spec in target.layers if spec.window is not None}
     window_blocks = 0
     if windows:
-        # What a row sees, the chunk being read, and the frontier of two steps.
-        reach = max(windows) + config.max_num_batched_tokens
-        window_blocks = 1 + config.max_num_seqs * min(per_sequence, -(-reach // size) + 2)
+        # What a row sees, and behind it the chunk and the frontier of two steps: one in flight, one being prepared.
+        reach = max(windows) + 2 * (config.max_num_batched_tokens + frontier)
+        window_blocks = 1 + config.max_num_seqs * min(per_sequence, -(-reach // size) + 1)
     if config.num_blocks is not None:
         wanted = config.num_blocks
         if wanted < per_sequence + 1:

@@ -26,12 +26,13 @@ def check_layout(
     inputs: StepInputs, state: DeviceState, cache: PagedCache, batch: FlatBatch, widths: Tensor, anchor_row: Tensor
 ) -> None:
     """Compare every description of the step with the requests' own; raise `LayoutError` naming the first that differs."""
-    lengths = state.lengths.tolist()
+    lengths, history = state.lengths.tolist(), state.history.tolist()
     all_widths = widths.tolist()
     indptr = batch.qo_indptr.tolist()
     slots, positions = batch.row_slot.tolist(), batch.positions.tolist()
     visible, tokens = batch.kv_lens.tolist(), batch.token_ids.tolist()
     logit_rows, anchors = batch.logit_rows.tolist(), anchor_row.tolist()
+    cache_slots = [places.tolist() for places in batch.cache_slots]
     written: dict[tuple[int, int], str] = {}
     logit = 0
     for index, slot in enumerate(inputs.slots):
@@ -56,10 +57,10 @@ def check_layout(
             check(positions[row] == position, f"row {row} stands at position {positions[row]}, expected {position}")
             check(visible[row] == position + 1, f"row {row} sees {visible[row]} positions, expected {position + 1}")
             check(
-                tokens[row] == int(state.history[slot, position]), f"row {row} carries another token than the history"
+                tokens[row] == history[slot][position], f"row {row} carries another token than the history"
             )
-            for group, cache_slots in enumerate(batch.cache_slots):
-                place = (group, int(cache_slots[row]))
+            for group, places in enumerate(cache_slots):
+                place = (group, places[row])
                 check(place[1] >= cache.block_size, f"row {row} writes into the scratch block of group {group}")
                 check(place not in written, f"row {row} writes where {written.get(place)} writes (group {group})")
                 written[place] = name

@@ -121,6 +121,7 @@ class WidthPolicy:
         self.board = ConfidenceBoard(num_slots, gamma)
         self.statistics = Statistics()
         self.drift = DriftTracker(table) if table is not None else None
+        self.min_width, self.max_width = min_width, gamma if max_width is None else max_width
         self._new_breaker = breaker
         self._step = 0
         self._suspended_steps = 0
@@ -145,7 +146,7 @@ class WidthPolicy:
         limits: list[int] = []
         paused = 0
         for part in emitting:
-            limit = width_limit(part.request) if part.may_draft else 0
+            limit = min(width_limit(part.request), self.max_width) if part.may_draft else 0
             if limit and part.request.breaker is not None and not part.request.breaker.allows:
                 paused += 1
                 limit = 0

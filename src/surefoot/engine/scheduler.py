@@ -26,16 +26,21 @@ class Schedule:
     scheduled: list[Scheduled] = field(default_factory=list)
     updates: StateUpdates = field(default_factory=StateUpdates)
     preempted: list[Request] = field(default_factory=list)
+    stalled: bool = False  # an older request waits for blocks that a step in flight still uses: nobody younger may run
 
 
 class Scheduler:
     """Continuous batching with chunked prefill.
 
+    Every running request owns the rows of one block in every step; what is left is shared by prompt chunks, oldest first. So
+    decodes go on beside the longest prompt, and a prompt is read on beside any number of decodes.
+
     Args:
         blocks: the block manager.
         max_num_seqs: state slots.
-        max_num_batched_tokens: rows one step may have.
+        max_num_batched_tokens: rows one step may have, drafts included; at least max_num_seqs * frontier.
         frontier: positions reserved behind a committed length (gamma + 1).
+        prefill_chunk: prompt rows one request may have in a step (None: all there are).
     """
 
     def __init__(
@@ -63,20 +68,23 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step's rows and reserve their blocks.
 
-        With a step in flight (`request.in_flight`), lengths are upper bounds and nobody is preempted: the caller collects the
-        step and asks again.
+        With a step in flight (`request.in_flight`), lengths are upper bounds and nobody in it is preempted: the caller
+        collects the step and asks again.
         """
         result = Schedule()
-        rows = self.max_num_batched_tokens
+        rows = self.max_num_batched_tokens - len(self.running) * self.frontier  # shared ones
         for request in list(self.running):
-            if not request.is_running:  # preempted below, for an older one
-                continue
-            rows -= self._schedule_running(request, rows, result)
-        # A waiting request enters only when nobody had to leave for lack of blocks.
-        while self.waiting and self._free_slots and rows > 0 and not result.preempted:
-            if not self._admit(self.waiting[0], rows, result):
+            if result.stalled:
                 break
-            rows -= result.scheduled[-1].context_rows + 1
+            if request.is_running:  # else it was preempted just now, for an older one
+                used = self._schedule_running(request, rows + self.frontier, result)
+                rows -= max(0, used - self.frontier)
+        # A waiting request enters only when nobody lacks blocks.
+        while self.waiting and self._free_slots and rows >= self.frontier and not (result.preempted or result.stalled):
+            used = self._admit(self.waiting[0], rows, result)
+            if not used:
+                break
+            rows -= max(used, self.frontier)
         return result
 
     def _schedule_running(self, request: Request, rows: int, result: Schedule) -> int:
@@ -87,12 +95,11 @@ class Scheduler:
         if decoding and request.num_output + min(request.in_flight, 1) >= request.params.max_tokens:
             return 0  # the step in flight will finish it
         wanted = 1 if decoding else min(remaining, rows, self.prefill_chunk)
-        if rows < wanted or wanted <= 0:
-            return 0
         length = request.num_cached + request.in_flight + wanted
         while (grown := self.blocks.reserve(request.slot, length + self.frontier)) is None:
             victim = max(self.running, key=lambda r: r.precedence)
             if victim.in_flight:
+                result.stalled = True
                 return 0
             self._preempt(victim, result)
             if victim is request:
@@ -100,14 +107,15 @@ class Scheduler:
         self._place(request, wanted, decoding, grown, result)
         return wanted
 
-    def _admit(self, request: Request, rows: int, result: Schedule) -> bool:
+    def _admit(self, request: Request, rows: int, result: Schedule) -> int:
+        """Rows used; 0 when there are no blocks for it."""
         slot = self._free_slots[-1]
         cached = self.blocks.admit(slot, request.token_ids)
         remaining = len(request.token_ids) - cached
         wanted = min(remaining, rows, self.prefill_chunk)
         if self.blocks.reserve(slot, cached + wanted + self.frontier) is None:
             self.blocks.release(slot)
-            return False
+            return 0
         self._free_slots.pop()
         self.waiting.pop(0)
         request.slot, request.num_cached, request.status = slot, cached, Status.RUNNING
@@ -118,7 +126,7 @@ class Scheduler:
             SlotUpdate(slot, request.token_ids, cached, len(request.prompt_token_ids), request.params, request.seed)
         )
         self._place(request, wanted, remaining == 1, self.blocks.table(slot), result)
-        return True
+        return wanted
 
     def _place(
         self, request: Request, wanted: int, decoding: bool, grown: list[tuple[int, int, list[int]]], result: Schedule

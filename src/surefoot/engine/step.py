@@ -19,6 +19,7 @@ from surefoot.engine.distribution import BlockSampler, SamplingFlags, processed
 from surefoot.engine.graphs import TargetRunner
 from surefoot.engine.state import DeviceState, StateUpdates, to_device
 from surefoot.kernels.packing import FlatBatch, rows_of
+from surefoot.kernels.sampling import sample_rows
 from surefoot.speculation.acceptance import Proposal, Verdict, accept_greedy, accept_sampled
 from surefoot.speculation.allocation import allocate
 from surefoot.speculation.estimator import ConfidenceSource
@@ -36,6 +37,7 @@ class StepInputs:
     context_rows: list[int]  # [R] rows in front of the anchor: a prompt chunk; 0 for a pure decode
     steps: list[int]  # [E] decode steps the request has taken
     limits: list[int]  # [D] largest width each request may get
+    min_width: int = 0  # positions every request verifies before survival decides; as the planner ranks
     budget: int = 0  # K, chosen by the planner; an upper bound where `decide` chooses it
     decide: Callable[[Tensor, Tensor], int] | None = (
         None  # survival [D, gamma], limits [D] -> K, where the host may read
@@ -49,11 +51,6 @@ class StepInputs:
     def uniform_width(self) -> int:
         """The one width of a static step: the budget spread evenly, rounded up."""
         return -(-self.budget // max(self.num_drafted, 1))
-
-    @property
-    def num_rows(self) -> int:
-        """Upper bound of the rows the target sees."""
-        return sum(self.context_rows) + self.num_emitting + self.budget
 
 
 @dataclass(frozen=True)
@@ -185,11 +182,11 @@ class DecodeStep:
             widths = limits.clamp(max=inputs.uniform_width)
         elif confidence is None:
             ones = torch.ones(inputs.num_drafted, self.gamma, device=device)
-            widths = allocate(ones, inputs.budget, limits)
+            widths = allocate(ones, inputs.budget, limits, inputs.min_width)
         else:
             survival = prefix_survival(confidence)
             budget = inputs.budget if inputs.decide is None else inputs.decide(survival, limits)
-            widths = allocate(survival, budget, limits)
+            widths = allocate(survival, budget, limits, inputs.min_width)
         return torch.cat([widths, widths.new_zeros(inputs.num_emitting - inputs.num_drafted)])
 
     def _pack(self, inputs: StepInputs, slots: Tensor, widths: Tensor) -> tuple[FlatBatch, Tensor]:
@@ -266,6 +263,7 @@ class DecodeStep:
             proposal,
             uniforms(seeds[:drafted].unsqueeze(1), steps[:drafted].unsqueeze(1), Purpose.ACCEPT, k),
             uniforms(seeds, steps, Purpose.EMIT, torch.zeros_like(steps)),
+            sample_rows,
         )
 
     def _commit(self, inputs: StepInputs, slots: Tensor, verdict: Verdict) -> None:

@@ -41,9 +41,7 @@ class StepReport:
         assert decision is not None  # the step has asked
         proposed = outputs.proposed or [self.gamma] * count
         survival = (
-            [[1.0] * self.gamma] * count
-            if outputs.confidence is None
-            else prefix_survival(outputs.confidence).tolist()
+            [[1.0] * self.gamma] * count if outputs.confidence is None else prefix_survival(outputs.confidence).tolist()
         )
         blocks = [
             {

@@ -47,6 +47,7 @@ def fingerprint(target: Target, drafter: Drafter | None, *, max_num_seqs: int, b
         "threads": torch.get_num_threads(),
         "native_kernels": device.type == "cpu" and native.available(),
         "drafter": drafter.name if drafter else "none",
+        "drafter_config": _digest(vars(drafter.config)) if drafter and hasattr(drafter, "config") else None,
         "gamma": drafter.gamma if drafter else 0,
         "max_num_seqs": max_num_seqs,
         "block_size": block_size,

@@ -1,0 +1,103 @@
+"""`surefoot profile`: measure what a step of this engine costs, and save it where the other commands find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.progress import progress_bar
+from surefoot.cli.report import note, print_json
+
+if TYPE_CHECKING:
+    from surefoot.profiling.profile import Profile
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(profile)
+
+
+def profile(
+    model: options.Model = options.DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    quantize: options.Quantize = None,
+    drafter: options.Drafter = "auto",
+    gamma: options.Gamma = None,
+    max_num_seqs: Annotated[
+        int, typer.Option("--max-num-seqs", min=1, help="Measure up to so many requests at once; it serves fewer, too.")
+    ] = 16,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="Time for measured steps.")] = 14.0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Save here.", show_default="where generate, demo and serve look"),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Measure the cost table of an engine in its real step loop and save it under the engine's fingerprint."""
+    llm = options.load_llm(
+        model,
+        drafter=drafter,
+        gamma=gamma,
+        width="auto",
+        cost_table="none",
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        quantize=quantize,
+        max_num_seqs=max_num_seqs,
+    )
+    from surefoot.profiling.fingerprint import table_path
+    from surefoot.profiling.profile import profile as measure
+
+    with progress_bar("profiling") as show:
+        found = measure(llm.engine, budget_s=seconds, progress=show)
+    path = output or table_path(found.table.fingerprint)
+    found.table.save(path)
+    if json:
+        print_json(
+            {
+                "table": found.table.to_dict(),
+                "path": path,
+                "seconds": found.seconds,
+                "steps": found.steps,
+                "repeats": found.repeats,
+                "break_even": {width: found.break_even(width) for width in range(1, found.gamma + 1)},
+                "verdict": found.verdict,
+            }
+        )
+        return
+    print_profile(found)
+    note(f"{found.steps} steps in {found.seconds:.1f} s, each point {found.repeats[0]} to {found.repeats[1]} times")
+    note(f"saved to {path}")
+
+
+def print_profile(found: Profile) -> None:
+    """V over rows, D over requests, the break-even of every width, and the verdict."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, table = Console(), found.table
+    curves = Table(title="target pass", title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    curves.add_column("rows", justify="right")
+    for context in table.context_lengths:
+        curves.add_column(f"V ms\n{context} cached", justify="right")
+        curves.add_column("V(k)/V(1)", justify="right")
+    curves.add_column("break-even\nemitted tokens", justify="right")
+    for index, rows in enumerate(table.token_buckets):
+        cells = [cell for curve in table.verify_ms for cell in (f"{curve[index]:.1f}", f"{curve[index] / curve[0]:.2f}")]
+        even = f"{found.break_even(rows - 1):.2f}" if 1 < rows <= found.gamma + 1 else ""
+        curves.add_row(str(rows), *cells, even)
+    console.print(curves, highlight=False)
+    rest = Table(title="beside it", title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("requests", "draft pass D ms", "overhead ms"):
+        rest.add_column(heading, justify="right")
+    for requests in table.batch_sizes:
+        draft = f"{table.draft_ms_at(requests):.2f}" if found.gamma else "–"
+        rest.add_row(str(requests), draft, f"{table.overhead_ms_at(requests):.2f}")
+    console.print(rest, highlight=False)
+    console.print(found.verdict, highlight=False, soft_wrap=True)

@@ -1,0 +1,173 @@
+"""Stage *features*: the words a drafter may propose, and the target's hidden states and distributions for packed rows.
+
+Hidden states are never stored: a row's are read by one target pass when it is trained on, kept for as long as its round
+lasts, and dropped. Labels are the target's own distributions, so every anchor of every text is a full lesson, whoever
+wrote the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from surefoot.cache.paged import PagedCache
+from surefoot.kernels.packing import FlatBatch
+from surefoot.targets.target import Target
+from surefoot.training.corpus import Corpus, Document
+
+BLOCK = 16
+MAX_DOCUMENTS = 64
+"""Documents per packed row; each has a state slot of the target's cache."""
+_SOFTMAX_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Words:
+    """Which tokens matter in training."""
+
+    vocabulary: Tensor | None  # [V_draft] int64 ascending, draft id -> target id; None: all of the target's
+    seen: Tensor  # [n] int64 ascending, every token that occurs in front of a drafted one
+
+    def compact(self, vocab_size: int) -> Tensor:
+        """[vocab_size] int64: target id -> index into `seen` (0 for tokens that do not occur)."""
+        index = torch.zeros(vocab_size, dtype=torch.int64)
+        index[self.seen] = torch.arange(self.seen.shape[0])
+        return index
+
+
+def choose_words(
+    corpus: Corpus, held_out: Corpus, vocab_size: int, size: int, always: Sequence[int] = ()
+) -> tuple[Words, dict[str, Any]]:
+    """The `size` most frequent emitted tokens, and counts for the record.
+
+    Args:
+        corpus: what is trained on; decides.
+        held_out: tells which share of the emitted tokens falls outside.
+        always: tokens that are in whatever their count, such as the end tokens.
+    """
+    emitted = corpus.counts(vocab_size)
+    whole = np.zeros(vocab_size, dtype=np.int64)
+    for document in (*corpus, *held_out):
+        whole += np.bincount(document.tokens, minlength=vocab_size)
+    if size >= vocab_size:
+        vocabulary, covered = None, 1.0
+    else:
+        rank = emitted.copy()
+        rank[list(always)] = emitted.sum() + 1
+        # Tokens never emitted follow: first those of the prompts, then small ids, which tokenizers merged first.
+        order = np.lexsort((np.arange(vocab_size), -whole, -rank))
+        chosen = np.sort(order[:size])
+        vocabulary = torch.from_numpy(chosen)
+        outside = held_out.counts(vocab_size)
+        covered = float(outside[chosen].sum() / max(outside.sum(), 1))
+    occurring = np.union1d(np.flatnonzero(whole), vocabulary.numpy() if vocabulary is not None else [])
+    counts = {
+        "tokens": corpus.num_tokens,
+        "emitted": int(emitted.sum()),
+        "distinct": int((emitted > 0).sum()),
+        "words": vocab_size if vocabulary is None else size,
+        "held_out_coverage": round(covered, 5),
+    }
+    return Words(vocabulary, torch.from_numpy(occurring.astype(np.int64))), counts
+
+
+@dataclass(frozen=True)
+class Row:
+    """Documents of one packed row after the target's pass."""
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    owner: Tensor  # [T] int64, document of the row
+    features: Tensor  # [T, m * d_target] in the target's dtype
+    labels: Tensor  # [M, V_draft] target probabilities of the draft vocabulary, for rows from each start on
+
+
+class TargetReader:
+    """Reads rows: one target pass over the packed documents of a row."""
+
+    def __init__(
+        self,
+        target: Target,
+        feature_layers: tuple[int, ...],
+        vocabulary: Tensor | None,
+        row_tokens: int,
+        label_dtype: torch.dtype = torch.float16,
+    ) -> None:
+        """
+        Args:
+            label_dtype: float16 holds a probability to 0.05 %, or to 3e-8 where it is tiny.
+        """
+        self.target, self.feature_layers, self.vocabulary = target, feature_layers, vocabulary
+        self.label_dtype = label_dtype
+        self.cache = PagedCache(
+            target.layers,
+            num_blocks=1 + row_tokens // BLOCK + MAX_DOCUMENTS,
+            block_size=BLOCK,
+            max_num_seqs=MAX_DOCUMENTS,
+            max_model_len=row_tokens,
+            dtype=target.dtype,
+            device=target.device,
+        )
+
+    @torch.no_grad()
+    def read(self, documents: Sequence[Document]) -> Row:
+        device = self.target.device
+        tokens, positions, owner = flat(documents)
+        starts = torch.tensor([document.start for document in documents])
+        row_tokens, row_positions, row_owner = (torch.from_numpy(t).to(device) for t in (tokens, positions, owner))
+        labelled = (row_positions >= starts.to(device)[row_owner]).nonzero().squeeze(1)
+        batch = self._pack(documents, row_tokens, row_positions, row_owner, labelled)
+        output = self.target.forward(batch, self.cache, self.feature_layers)
+        assert output.features is not None
+        return Row(row_tokens, row_positions, row_owner, output.features, self._probabilities(output.logits))
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        """[M, V] logits -> [M, V_draft] probabilities; their sum falls short of 1 by what lies outside the vocabulary."""
+        width = logits.shape[1] if self.vocabulary is None else self.vocabulary.shape[0]
+        labels = torch.empty(logits.shape[0], width, dtype=self.label_dtype, device=logits.device)
+        for first in range(0, logits.shape[0], _SOFTMAX_ROWS):
+            wide = logits[first : first + _SOFTMAX_ROWS].to(torch.float32)
+            normaliser = wide.logsumexp(1, keepdim=True)
+            chosen = wide if self.vocabulary is None else wide[:, self.vocabulary]
+            labels[first : first + _SOFTMAX_ROWS] = (chosen - normaliser).exp_()
+        return labels
+
+    def _pack(
+        self, documents: Sequence[Document], tokens: Tensor, positions: Tensor, owner: Tensor, logit_rows: Tensor
+    ) -> FlatBatch:
+        cache, block = self.cache, 1
+        for slot, document in enumerate(documents):  # consecutive blocks; block 0 is scratch
+            count = -(-len(document.tokens) // BLOCK)
+            for table in cache.block_tables:
+                table[slot, :count] = torch.arange(block, block + count, dtype=torch.int32)
+            block += count
+        lengths = torch.tensor([0, *(len(document.tokens) for document in documents)], device=tokens.device)
+        return FlatBatch(
+            token_ids=tokens,
+            positions=positions,
+            row_slot=owner,
+            kv_lens=positions + 1,
+            cache_slots=tuple(cache.cache_slots(group, owner, positions) for group in range(len(cache.windows))),
+            block_tables=cache.block_tables,
+            qo_indptr=lengths.cumsum(0),
+            logit_rows=logit_rows,
+        )
+
+
+Ints = npt.NDArray[np.int64]
+
+
+def flat(documents: Sequence[Document]) -> tuple[Ints, Ints, Ints]:
+    """Tokens, positions and owners [T] of documents laid one behind the other."""
+    lengths = [len(document.tokens) for document in documents]
+    return (
+        np.concatenate([document.tokens for document in documents]),
+        np.concatenate([np.arange(length) for length in lengths]),
+        np.repeat(np.arange(len(documents)), lengths),
+    )

@@ -1,0 +1,80 @@
+"""Where a run keeps its work, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import ConfigurationError
+
+
+class Workplace:
+    """`output` is the drafter's directory and ships; `work` beside it holds prompts, text and state, and may be deleted."""
+
+    def __init__(self, output: str | Path) -> None:
+        self.output = Path(output).absolute()
+        self.work = self.output.with_name(self.output.name + ".training")
+        self.prompts = self.work / "prompts.jsonl"
+        self.held_out_prompts = self.work / "held_out.jsonl"
+        self.read = self.work / "read.safetensors"
+        self.regenerated = self.work / "regenerated"
+        self.held_out = self.work / "held_out"
+        self.words = self.work / "words.safetensors"
+        self.state = self.work / "state.pt"
+        self.record = self.work / "record.json"
+        self.manifest = self.output / "manifest.json"
+        self.calibration = self.output / "calibration.json"
+        self.evaluation = self.output / "evaluation"
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, then rename it: a reader or a crash never meets half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o644)  # mkstemp makes it private
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """JSON lines."""
+    write_whole(path, lambda file: file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON lines; raises `ConfigurationError` naming file and line."""
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}: give a JSON lines file") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigurationError(f"{path} line {number} is not JSON ({error}): one object a line") from None
+        if not isinstance(row, dict):
+            raise ConfigurationError(f"{path} line {number} is no JSON object: one object a line")
+        rows.append(row)
+    return rows
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,170 @@
+"""The three-term loss (design.md section 4; DSpark paper, section 3), fused over the vocabulary.
+
+Per position, with q the draft distribution and p the target's, both over the draft vocabulary:
+
+    0.1 CE(p, q) + 0.9 TV(p, q) + BCE(confidence, 1 - TV)
+
+p misses the mass o that the target puts on words the drafter cannot say. q is exactly zero there, so that mass counts
+fully: TV = (sum |q - p| + o) / 2, and 1 - TV = sum min(p, q) is the true probability of acceptance. CE is taken over the
+whole of p instead of one word drawn from it: the same expectation, less noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CE, TV, CONFIDENCE = 0.1, 0.9, 1.0
+_CHUNK = 1 << 22
+"""Logits computed at a time: 16 MiB in float32, small enough for a last-level cache, large enough for the products."""
+
+
+@dataclass(frozen=True)
+class BlockScores:
+    """What the loss found out about R positions."""
+
+    loss: Tensor  # scalar, CE and TV terms, weighted sum
+    acceptance: Tensor  # [R] float32, 1 - TV, detached
+    agrees: Tensor  # [R] bool, argmax q is argmax p: accepted at temperature 0
+
+
+def vocabulary_loss(
+    hidden: Tensor,
+    head: Tensor,
+    latent: Tensor | None,
+    markov: Tensor | None,
+    labels: Tensor,
+    label_rows: Tensor,
+    weight: Tensor,
+    *,
+    softcap: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> BlockScores:
+    """CE and TV of R positions whose logits are `hidden @ head.T (+ latent @ markov.T)`.
+
+    Logits exist for a chunk of positions at a time; gradients are formed there and then, so nothing of size R x V is
+    ever held or computed twice.
+
+    Args:
+        hidden: [R, d]; head: [V, d], frozen or not.
+        latent: [R, r] and markov: [V, r], or None without a sequential head.
+        labels: [M, V] target probabilities; label_rows: [R] int64 which of them belongs to a position.
+        weight: [R] float32.
+        softcap: c of c tanh(u / c) on the first product.
+        dtype: of the products; everything else is float32 (float64 for float64 inputs).
+    """
+    loss, acceptance, agrees = _VocabularyLoss.apply(
+        hidden, head, latent, markov, labels, label_rows, weight, softcap, dtype
+    )
+    return BlockScores(loss, acceptance, agrees)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        latent: Tensor | None,
+        markov: Tensor | None,
+        labels: Tensor,
+        label_rows: Tensor,
+        weight: Tensor,
+        softcap: float | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        work = torch.promote_types(hidden.dtype, torch.float32)
+        products = torch.float64 if work == torch.float64 else dtype
+        needs = ctx.needs_input_grad
+        head_, markov_ = head.to(products), None if markov is None else markov.to(products)
+        grads = [
+            torch.zeros_like(tensor, dtype=work) if tensor is not None and wanted else None
+            for tensor, wanted in zip((hidden, head, latent, markov), needs, strict=False)
+        ]
+        count = hidden.shape[0]
+        losses = torch.zeros((), dtype=work, device=hidden.device)
+        acceptance = torch.empty(count, dtype=work, device=hidden.device)
+        agrees = torch.empty(count, dtype=torch.bool, device=hidden.device)
+        size = max(16, _CHUNK // head.shape[0])
+        for first in range(0, count, size):
+            part = slice(first, first + size)
+            h, l = hidden[part].to(products), None if latent is None else latent[part].to(products)
+            logits = (h @ head_.T).to(work)
+            bend = None
+            if softcap is not None:
+                squashed = torch.tanh(logits / softcap)
+                bend = 1 - squashed.square()
+                logits = squashed * softcap
+            if l is not None and markov_ is not None:
+                logits += l @ markov_.T
+            p, w = labels[label_rows[part]].to(work), weight[part].to(work).unsqueeze(1)
+            loss, accepted, same, slope = _chunk(logits, p, w)
+            losses += loss
+            acceptance[part], agrees[part] = accepted, same
+            if markov_ is not None and l is not None:
+                _add(grads, 2, part, slope.to(products), markov_)
+                _add_weights(grads, 3, slope.to(products), l)
+            if bend is not None:
+                slope = slope * bend
+            _add(grads, 0, part, slope.to(products), head_)
+            _add_weights(grads, 1, slope.to(products), h)
+        ctx.save_for_backward(*grads)
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden, head, latent, markov)]
+        ctx.mark_non_differentiable(acceptance, agrees)
+        return losses, acceptance, agrees
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        scale = outputs[0]
+        grads = [
+            None if g is None else (g * scale).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*grads, None, None, None, None, None)
+
+
+def _chunk(logits: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, acceptance [c], agreement [c] and d loss / d logits [c, V] of one chunk; `logits` and `p` are used up.
+
+    With P = sum p and g = sign(q - p) / 2:  d CE = P q - p,  d TV = q (g - sum g q).
+    """
+    agrees = logits.argmax(1) == p.argmax(1)
+    mass = p.sum(1, keepdim=True)
+    top = logits.amax(1, keepdim=True)
+    logits -= top
+    entropy = -(p * logits).sum(1, keepdim=True)
+    q = logits.exp_()
+    total = q.sum(1, keepdim=True)
+    entropy += mass * total.log()
+    q /= total
+    gap = q - p
+    tv = 0.5 * (gap.abs().sum(1, keepdim=True) + (1 - mass))
+    sign = gap.sign_()
+    pull = (sign * q).sum(1, keepdim=True)  # 2 sum g q
+    slope = sign.mul_(0.5 * TV).add_(CE * mass - 0.5 * TV * pull).mul_(q).sub_(p.mul_(CE)).mul_(w)
+    loss = (w * (CE * entropy + TV * tv)).sum()
+    return loss, (1 - tv).squeeze(1), agrees, slope
+
+
+def _add(grads: list[Tensor | None], which: int, part: slice, slope: Tensor, matrix: Tensor) -> None:
+    found = grads[which]
+    if found is not None:
+        found[part] = (slope @ matrix).to(found.dtype)
+
+
+def _add_weights(grads: list[Tensor | None], which: int, slope: Tensor, inputs: Tensor) -> None:
+    found = grads[which]
+    if found is not None:
+        if found.dtype == slope.dtype:
+            found.addmm_(slope.T, inputs)
+        else:
+            found += slope.T @ inputs
+
+
+def confidence_loss(logits: Tensor, acceptance: Tensor, weight: Tensor) -> Tensor:
+    """Weighted sum of BCE(confidence, acceptance): [R] logits, [R] labels in [0, 1], [R] weights."""
+    bce = F.binary_cross_entropy_with_logits(logits, acceptance.clamp(0, 1), reduction="none")
+    return (weight * bce).sum()

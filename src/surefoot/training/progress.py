@@ -1,0 +1,67 @@
+"""A bar with the time left on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+LINE_EVERY_S = 15.0
+
+
+class Progress:
+    """Progress of one stage. `fraction` of the work done tells the time left, whatever the work is counted in."""
+
+    def __init__(self, stage: str, enabled: bool = True) -> None:
+        self.stage, self.enabled = stage, enabled
+        self.started = time.monotonic()
+        self._first: tuple[float, float] | None = None  # time and fraction when work (re)started
+        self._spoke = self.started
+        self._bar: Any = None
+        self._last = ""
+
+    def __enter__(self) -> Progress:
+        if self.enabled and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"))
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task(self.stage, total=1.0, note="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self.enabled and kind is None and self._last:
+            print(f"{self.stage}: done in {self.elapsed_s:.0f} s, {self._last}", file=sys.stderr)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def update(self, fraction: float, note: str = "") -> None:
+        """`fraction` of the stage is done; `note` says what and how fast."""
+        now, fraction = time.monotonic(), min(max(fraction, 0.0), 1.0)
+        self._last = note
+        if not self.enabled:
+            return
+        if self._first is None:
+            self._first = (now, fraction)
+        began, at = self._first
+        left = (now - began) / (fraction - at) * (1 - fraction) if fraction > at else None
+        text = note if left is None or fraction >= 1 else f"{note}, {_clock(left)} left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=fraction, note=text)
+        elif now - self._spoke >= LINE_EVERY_S:
+            self._spoke = now
+            print(f"{self.stage}: {fraction:.0%}, {text}", file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

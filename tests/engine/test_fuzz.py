@@ -1,0 +1,282 @@
+"""Random lives of many requests in one engine, against each of them decoded alone without a drafter.
+
+The oracle is surefoot's own engine on one request at a time, target-only; `test_exactness` compares that one with transformers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from surefoot.engine.output import OutputEvent
+from surefoot.engine.request import Request
+from surefoot.sampling import SamplingParams
+from surefoot.speculation.cost import CostTable
+from tests.engine.cheap_target import CheapTarget
+from tests.engine.engines import QueueDevice, build, tiny_drafter
+from tests.tiny_models import tiny_target
+
+VOCAB = 16
+MODEL_LEN = 48
+LONGEST = 16  # output tokens
+STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [3, 1, 4, 1, 5, 2, 2], [7] * 21, [])
+STAIRCASE = CostTable((1, 2, 4, 8, 16, 64), ((1.0, 1.05, 1.3, 2.1, 4.0, 16.0),), (1, 8), (0.2, 0.4))
+EVENTS: Counter[str] = Counter()  # of the whole session
+PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1, "logit_bias": {2: 1.5}}
+
+
+@lru_cache(maxsize=None)
+def target(architecture: str) -> Any:
+    if architecture == "cheap":
+        return CheapTarget(VOCAB)
+    return tiny_target.__wrapped__(architecture, vocab_size=VOCAB)
+
+
+@lru_cache(maxsize=None)
+def drafter(architecture: str, name: str, gamma: int) -> Any:
+    return tiny_drafter(target(architecture), name, gamma)
+
+
+@lru_cache(maxsize=None)
+def oracle_engine(architecture: str) -> Any:
+    return build(
+        target(architecture), "none", max_num_seqs=1, max_model_len=MODEL_LEN, prefix_reuse=False, check_layout=False
+    )
+
+
+@lru_cache(maxsize=None)
+def oracle(architecture: str, prompt: tuple[int, ...], penalised: bool) -> tuple[list[int], list[float]]:
+    """The first `LONGEST` greedy tokens and their log-probs."""
+    params = SamplingParams(temperature=0, max_tokens=LONGEST, logprobs=0, **(PENALISED if penalised else {}))
+    (request,) = oracle_engine(architecture).run([list(prompt)], params)
+    return request.output.token_ids, [entry.logprob for entry in request.output.logprobs]
+
+
+def until_stop(tokens: list[int], params: SamplingParams) -> tuple[list[int], str]:
+    """What `params` leave of an endless text, and why it ends."""
+    assert params.max_tokens is not None
+    for count, token in enumerate(tokens[: params.max_tokens], start=1):
+        if token in params.stop_token_ids and count >= params.min_tokens:
+            return tokens[:count], "stop"
+    return tokens[: params.max_tokens], "length"
+
+
+def some_request(random: Random) -> tuple[list[int], SamplingParams]:
+    """A prompt that shares its stem with others', and settings of every kind."""
+    pick = random.choice
+    prompt = [*pick(STEMS), *random.choices(range(VOCAB), k=random.randint(1, 5))]
+    kind = pick(["greedy", "greedy", "penalised", "sampled"])
+    settings = {"temperature": 0} if kind != "sampled" else {"temperature": 0.9, "top_p": 0.9, "top_k": 9}
+    max_tokens = random.randint(1, LONGEST)
+    return prompt, SamplingParams(
+        **settings,
+        **(PENALISED if kind == "penalised" else {}),
+        max_tokens=max_tokens,
+        min_tokens=min(pick([0, 0, 3]), max_tokens),
+        stop_token_ids=random.choices(range(VOCAB), k=pick([0, 0, 1, 2])),
+        gamma=pick([None, None, None, 0, 1, 2]),
+        speculative=pick([True, True, True, False]),
+        logprobs=pick([None, None, 0, 2]),
+        priority=pick([0, 0, 0, -1, 1]),
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Joins, steps and leaves in any order, in an engine of any make."""
+
+    models: tuple[tuple[str, str], ...] = (("cheap", "prompt-lookup"),)
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def build(self, seed: int) -> None:
+        pick = Random(seed).choice
+        self.architecture, name = pick(self.models)
+        gamma, block_size, slots = pick([4, 4, 1, 3]), pick([4, 1, 16]), pick([4, 4, 2, 1])
+        widths = pick([None, None, "0,3,1,4,2", "2"])
+        if name == "none":
+            widths = None
+        elif widths is not None:
+            widths = ",".join(str(min(int(width), gamma)) for width in widths.split(","))
+        crowded, loop = pick([True, True, False]), pick(["plain", "late", "early"])
+        longest = MODEL_LEN + 2 * (gamma + 1)
+        self.engine = build(
+            target(self.architecture),
+            drafter(self.architecture, name, gamma),
+            width=widths,
+            device=None if loop == "plain" else QueueDevice(late=loop == "late"),
+            policy={"planner": pick([None, "causal", "stale"]) if loop == "plain" else None},
+            table=STAIRCASE,
+            max_num_seqs=slots,
+            max_model_len=MODEL_LEN,
+            block_size=block_size,
+            num_blocks=-(-longest // block_size) + 2 if crowded else None,
+            prefix_reuse=pick([True, True, False]),
+            uniform_widths=pick([False, False, True]),
+            max_num_batched_tokens=slots * (gamma + 1) + pick([1, 64]),
+            check_layout=True,
+        )
+        self.alive: dict[str, Request] = {}
+        self.seen: dict[str, list[int]] = {}
+        EVENTS.update([f"loop: {loop}", f"drafter: {name}", "engines"])
+
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def add(self, seed: int) -> None:
+        self.enter(Random(seed))
+
+    @rule(count=st.integers(1, 5))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.advance()
+
+    @rule(pick=st.integers(0, 30))
+    def cancel(self, pick: int) -> None:
+        if pick < len(self.alive):
+            self.leave(sorted(self.alive)[pick])
+
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def storm(self, seed: int) -> None:
+        """Much of everything; hypothesis alone likes its runs short."""
+        random = Random(seed)
+        for _ in range(20):
+            action = random.random()
+            if action < 0.3 and len(self.alive) < 8:
+                self.enter(random)
+            elif action < 0.35 and self.alive:
+                self.leave(random.choice(sorted(self.alive)))
+            else:
+                self.advance()
+
+    def enter(self, random: Random) -> None:
+        request = self.engine.add_request(*some_request(random))
+        self.alive[request.request_id] = request
+        self.seen[request.request_id] = []
+        EVENTS["joins"] += 1
+
+    def leave(self, request_id: str) -> None:
+        request = self.alive.pop(request_id)
+        EVENTS[f"cancelled {request.status.value}{', in flight' if request.in_flight else ''}"] += 1
+        last = self.engine.cancel(request_id)
+        assert last is not None
+        assert last.finish_reason == "abort"
+        self.check(request)
+        assert self.engine.cancel(request_id) is None
+
+    def advance(self) -> None:
+        EVENTS["steps"] += 1
+        told: set[str] = set()
+        for request, happened in self.engine.step():
+            assert request.request_id not in told, "two events for one request in one step"
+            told.add(request.request_id)
+            self.take(request, happened)
+
+    def take(self, request: Request, happened: OutputEvent) -> None:
+        assert request.request_id in self.alive, "an event for somebody who has left"
+        assert 1 <= happened.num_kept == len(happened.token_ids) <= self.engine.gamma + 1
+        self.seen[request.request_id] += happened.token_ids
+        assert self.seen[request.request_id] == request.output.token_ids
+        assert request.token_ids == [*request.prompt_token_ids, *request.output.token_ids]
+        assert request.statistics.accepted <= request.statistics.verified <= request.statistics.drafted
+        assert max(request.statistics.widths) <= request.gamma
+        if happened.finish_reason is not None:
+            del self.alive[request.request_id]
+            EVENTS[f"ended: {happened.finish_reason}"] += 1
+            EVENTS["preemptions"] += request.preemptions
+            EVENTS["prefix hits"] += request.cached_tokens > 0
+            EVENTS["accepted drafts"] += request.statistics.accepted
+            EVENTS["stops inside a block"] += happened.finish_reason == "stop" and self.inside(request)
+            self.check(request)
+            tokens, reason = self.expected(request)
+            assert len(request.output.token_ids) == len(tokens)
+            assert happened.finish_reason == reason
+
+    def inside(self, request: Request) -> bool:
+        return request.statistics.emitted < request.statistics.accepted + request.statistics.steps
+
+    def expected(self, request: Request) -> tuple[list[int], str]:
+        params, tokens = request.params, request.output.token_ids
+        if params.temperature == 0:
+            tokens = oracle(self.architecture, tuple(request.prompt_token_ids), params.penalized)[0]
+        return until_stop(tokens, params)
+
+    def check(self, request: Request) -> None:
+        """What came out so far is a beginning of what target-only decoding gives."""
+        tokens = request.output.token_ids
+        assert tokens == self.expected(request)[0][: len(tokens)]
+        if request.params.logprobs is None:
+            return
+        assert [entry.token_id for entry in request.output.logprobs] == tokens
+        if request.params.temperature == 0:
+            own = oracle(self.architecture, tuple(request.prompt_token_ids), request.params.penalized)[1]
+            got = [entry.logprob for entry in request.output.logprobs]
+            assert all(abs(a - b) < 1e-5 for a, b in zip(got, own, strict=False))
+
+    @invariant()
+    def every_block_has_an_owner(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        engine = self.engine
+        running = engine.scheduler.running
+        assert {request.slot for request in running} == set(engine.blocks.sequences)
+        assert len({request.slot for request in running}) == len(running) <= engine.config.max_num_seqs
+        for group, pool in enumerate(engine.blocks.pools):
+            held = {b for sequence in engine.blocks.sequences.values() for b in sequence.blocks[group] if b}
+            assert pool.num_used == len(held)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(2000):
+            if not self.engine.has_work:
+                break
+            self.advance()
+        assert not self.alive, "the engine makes no progress"
+        self.engine.assert_clean()
+        assert self.engine.step() == []
+
+
+class ModelMachine(EngineMachine):
+    """The same over models of transformers and drafters with a context of their own."""
+
+    models = (
+        ("gemma3", "dspark"),
+        ("llama", "dflash"),
+        ("gpt_oss", "dspark"),
+        ("gemma3", "prompt-lookup"),
+        ("llama", "none"),
+        ("llama", "dspark-reduced"),
+    )
+
+
+def machine_settings(examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+EngineMachine.TestCase.settings = machine_settings(40, 25)
+ModelMachine.TestCase.settings = machine_settings(12, 10)
+TestFuzz = EngineMachine.TestCase
+TestFuzzModels = ModelMachine.TestCase
+
+
+def test_the_fuzz_was_worth_its_name() -> None:
+    """Runs behind the two above: everything a life can hold has happened, and often."""
+    if not EVENTS:
+        pytest.skip("the fuzz did not run in this session")
+    assert EVENTS["steps"] + EVENTS["joins"] > 4000, EVENTS
+    for kind in ("preemptions", "prefix hits", "accepted drafts", "stops inside a block", "ended: length", "ended: stop"):
+        assert EVENTS[kind] >= 20, EVENTS
+    for kind in ("cancelled waiting", "cancelled running", "cancelled running, in flight"):
+        assert EVENTS[kind] >= 5, EVENTS
+    print(EVENTS)

@@ -146,13 +146,10 @@ def build(
         chosen,
         width=width,
         config=engine_config,
-        cost_table="none",
+        cost_table="none" if table is None else table,
         reads_are_free=(device is None or device.reads_are_free) and not engine_config.overlap,
         **(policy or {}),
     )
-    for planner in (made.stale, made.current):
-        if planner is not None:
-            planner.table = table
     return EngineUnderTest(target, chosen, made, engine_config, device=device, runner=runner)
 
 

@@ -216,5 +216,5 @@ def load_llm(
         quantize=quantize,
         seed=seed,
         max_num_seqs=max_num_seqs,
-        **({} if trace is None else {"trace": trace}),
+        trace=trace,
     )

@@ -89,7 +89,9 @@ def print_profile(found: Profile) -> None:
         curves.add_column("V(k)/V(1)", justify="right")
     curves.add_column("break-even\nemitted tokens", justify="right")
     for index, rows in enumerate(table.token_buckets):
-        cells = [cell for curve in table.verify_ms for cell in (f"{curve[index]:.1f}", f"{curve[index] / curve[0]:.2f}")]
+        cells = [
+            cell for curve in table.verify_ms for cell in (f"{curve[index]:.1f}", f"{curve[index] / curve[0]:.2f}")
+        ]
         even = f"{found.break_even(rows - 1):.2f}" if 1 < rows <= found.gamma + 1 else ""
         curves.add_row(str(rows), *cells, even)
     console.print(curves, highlight=False)

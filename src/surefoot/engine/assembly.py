@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from surefoot.engine.engine import Engine, EngineConfig
 from surefoot.engine.policy import PlannerName, WidthPolicy
 from surefoot.errors import CalibrationError, ConfigurationError, DrafterError
 from surefoot.kernels.linear import Quantization
+from surefoot.speculation.breaker import Breaker
 from surefoot.speculation.calibration import Calibration
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
@@ -21,6 +23,8 @@ from surefoot.speculation.planner import ForcedWidths
 from surefoot.targets.target import Target
 
 DRAFTER_WORDS = ("auto", "none", "prompt-lookup")
+CALIBRATION_FILE = "calibration.json"
+"""In the drafter's directory, written by `surefoot calibrate`."""
 LOOKUP_GAMMA = 7
 """Drafts per block of the prompt-lookup drafter: a pass of eight rows is where the cost curve of a CPU begins to rise."""
 
@@ -54,10 +58,14 @@ def build_engine(
     else:
         target = load_target(str(model), dtype=dtype, device=str(where))
         if quantize not in (None, "int8"):
-            raise ConfigurationError(f"quantize is {quantize!r}; allowed: int8; leave it out for the weights as they are")
+            raise ConfigurationError(
+                f"quantize is {quantize!r}; allowed: int8; leave it out for the weights as they are"
+            )
         applied = optimise(target.model, quantize=cast("Quantization | None", quantize))
         if quantize is not None and not applied:
-            raise ConfigurationError(f"quantize {quantize!r} needs a CPU target and the native kernels: leave it out here")
+            raise ConfigurationError(
+                f"quantize {quantize!r} needs a CPU target and the native kernels: leave it out here"
+            )
     chosen = load_drafter_for(target, drafter, gamma)
     if isinstance(chosen, DSparkDrafter):
         optimise_drafter(chosen.model)
@@ -80,7 +88,9 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as problem:
-        raise ConfigurationError(f"device {name!r} is not one torch knows; allowed are cpu, cuda and cuda:N") from problem
+        raise ConfigurationError(
+            f"device {name!r} is not one torch knows; allowed are cpu, cuda and cuda:N"
+        ) from problem
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigurationError(f"device {name!r} is not available here; allowed are cpu and, with a GPU, cuda")
     return device
@@ -92,10 +102,11 @@ def make_policy(
     *,
     width: int | str | None,
     config: EngineConfig,
-    cost_table: str | Path = "auto",
+    cost_table: str | Path | CostTable = "auto",
     calibration: str | Path | None = None,
     planner: PlannerName | None = None,
     reads_are_free: bool = True,
+    breaker: float | None = None,
     **options: Any,
 ) -> WidthPolicy:
     """The planner of an engine, with what it plans from.
@@ -111,8 +122,11 @@ def make_policy(
         raise ConfigurationError(
             f"width {max(forced.pattern)} is more than gamma: this drafter proposes {gamma} tokens; allowed are 0 ... {gamma}"
         )
+    if breaker is not None and not 0 < breaker <= 1:
+        raise ConfigurationError(f"breaker is {breaker}; allowed: an acceptance above 0 and up to 1, such as 0.6")
     return WidthPolicy(
         gamma,
+        breaker=None if breaker is None else partial(Breaker, min_acceptance=breaker),
         num_slots=config.max_num_seqs,
         table=_cost_table(target, drafter, config, cost_table),
         forced=forced,
@@ -122,12 +136,16 @@ def make_policy(
     )
 
 
-def _cost_table(target: Target, drafter: Drafter | None, config: EngineConfig, wanted: str | Path) -> CostTable | None:
+def _cost_table(
+    target: Target, drafter: Drafter | None, config: EngineConfig, wanted: str | Path | CostTable
+) -> CostTable | None:
     """What `surefoot profile` saved for this engine (`auto`), nothing (`none`), or a file that must fit this engine."""
     from surefoot.profiling.fingerprint import find_table, fingerprint, load_table
 
     if wanted == "none":
         return None
+    if isinstance(wanted, CostTable):
+        return wanted
     measured = fingerprint(target, drafter, max_num_seqs=config.max_num_seqs, block_size=config.block_size)
     return find_table(measured) if wanted == "auto" else load_table(wanted, measured)
 
@@ -141,6 +159,8 @@ def confidence_source(drafter: Drafter, calibration: str | Path | None, device: 
                 f"{calibration}: the drafter {drafter.name} has no confidence head to calibrate; leave the calibration out"
             )
         return SignalConfidence(estimator)
+    if calibration is None and (beside := Path(getattr(drafter, "origin", "")) / CALIBRATION_FILE).is_file():
+        calibration = beside
     if calibration is None:
         temperatures = Calibration.identity(drafter.gamma, device)
     else:

@@ -25,15 +25,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from surefoot.paths import cache_directory
+
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC", "-shared"]
 LIBRARY = "surefoot_native.so"
 DTYPES = (torch.bfloat16, torch.float32)  # what the kernels compute on
-
-
-def cache_directory() -> Path:
-    """Where surefoot keeps what it can rebuild."""
-    return Path(os.environ.get("SUREFOOT_CACHE") or Path.home() / ".cache" / "surefoot")
 
 
 def build_key() -> str:

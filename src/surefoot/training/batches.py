@@ -140,7 +140,10 @@ def collate(rows: Sequence[Row], starts: Sequence[Sequence[int]], anchors: Seque
     def padded(name: str, value: int = 0) -> Tensor:
         parts = [getattr(row, name) for row in rows]
         return torch.stack(
-            [torch.nn.functional.pad(part, (*[0, 0] * (part.dim() - 1), 0, length - len(part)), value=value) for part in parts]
+            [
+                torch.nn.functional.pad(part, (*[0, 0] * (part.dim() - 1), 0, length - len(part)), value=value)
+                for part in parts
+            ]
         )
 
     index = torch.stack([torch.from_numpy(a.index) for a in anchors]).to(device)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 Collected = tuple[str, bool]  # text, and whether it is a question for the chat template
 
-_SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "turtledemo"})
+_SKIPPED = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "turtledemo"}
+)
 _LONGEST_FUNCTION, _SHORTEST_FUNCTION = 60, 4  # lines
 _PASSAGE = 1200  # characters
 _SEED = 2607
@@ -87,7 +89,10 @@ def _ask_about(name: str, docstring: str | None, body: list[str], rng: random.Ra
         asks += [
             (f"Write a Python function `{name}`. {summary}", True),
             (f"Write a Python function for this: {summary}", True),
-            (f"Implement `{name}` in Python ({words}). What it has to do: {summary}\nShow an example of its use.", True),
+            (
+                f"Implement `{name}` in Python ({words}). What it has to do: {summary}\nShow an example of its use.",
+                True,
+            ),
         ]
     return rng.choice(asks)
 
@@ -125,8 +130,35 @@ def _documents() -> Iterator[tuple[str, str]]:
             yield file.stem, text
 
 
-_NAMES = ("Ana", "Ben", "Chloe", "Dmitri", "Elif", "Farah", "George", "Hana", "Ivan", "Jun", "Karim", "Lena", "Mateo", "Nora")
-_THINGS = ("apples", "notebooks", "tickets", "marbles", "bricks", "candles", "stamps", "plants", "cups", "chairs", "bulbs")
+_NAMES = (
+    "Ana",
+    "Ben",
+    "Chloe",
+    "Dmitri",
+    "Elif",
+    "Farah",
+    "George",
+    "Hana",
+    "Ivan",
+    "Jun",
+    "Karim",
+    "Lena",
+    "Mateo",
+    "Nora",
+)
+_THINGS = (
+    "apples",
+    "notebooks",
+    "tickets",
+    "marbles",
+    "bricks",
+    "candles",
+    "stamps",
+    "plants",
+    "cups",
+    "chairs",
+    "bulbs",
+)
 _PLACES = ("shop", "farm", "school", "library", "bakery", "workshop", "museum", "garden", "factory")
 _PROBLEMS = (
     "{n} buys {a} {t} for {b} dollars each and pays with a {c}00 dollar note. How much change does {n} get?",

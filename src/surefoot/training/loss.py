@@ -29,7 +29,7 @@ class BlockScores:
 
     loss: Tensor  # scalar, CE and TV terms, weighted sum
     acceptance: Tensor  # [R] float32, 1 - TV, detached
-    agrees: Tensor  # [R] bool, argmax q is argmax p: accepted at temperature 0
+    agrees: Tensor  # [R] bool, q and p have their argmax over the draft vocabulary in common: accepted at temperature 0
 
 
 def vocabulary_loss(
@@ -141,7 +141,7 @@ def _chunk(logits: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor
     entropy += mass * total.log()
     q /= total
     gap = q - p
-    tv = 0.5 * (gap.abs().sum(1, keepdim=True) + (1 - mass))
+    tv = 0.5 * (gap.abs().sum(1, keepdim=True) + (1 - mass).clamp(min=0))
     sign = gap.sign_()
     pull = (sign * q).sum(1, keepdim=True)  # 2 sum g q
     slope = sign.mul_(0.5 * TV).add_(CE * mass - 0.5 * TV * pull).mul_(q).sub_(p.mul_(CE)).mul_(w)

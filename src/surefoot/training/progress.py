@@ -27,13 +27,20 @@ class Progress:
             from rich.progress import BarColumn, TaskProgressColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
             self._bar = Bar(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task(self.stage, total=1.0, note="")
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
         elif self.enabled and kind is None and self._last:

@@ -142,7 +142,9 @@ def collect_prompts(target: Any, options: DataOptions, place: Workplace) -> dict
         else:
             found[key] = prompt
     if len(found) < 2:
-        raise ConfigurationError(f"{len(found)} prompts in {list(options.sources)}: at least 2 are needed, add a source")
+        raise ConfigurationError(
+            f"{len(found)} prompts in {list(options.sources)}: at least 2 are needed, add a source"
+        )
     chosen = balanced(found.values(), options.max_prompts)
     count = min(max(1, round(options.held_out * len(chosen))), len(chosen) - 1)
     border = sorted(prompt.digest for prompt in chosen)[count]

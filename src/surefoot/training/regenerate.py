@@ -93,13 +93,20 @@ def regenerate(
                 feed()
             rate = tokens / max(time.monotonic() - began, 1e-9)
             spent = 0.0 if deadline is None else (time.monotonic() - began) / max(deadline - began, 1e-9)
-            progress.update(max(complete / total, spent), f"{complete}/{total} prompts, {tokens} tokens, {rate:.0f} tok/s")
+            progress.update(
+                max(complete / total, spent), f"{complete}/{total} prompts, {tokens} tokens, {rate:.0f} tok/s"
+            )
         flush()
     finally:
         for request_id in running:
             engine.cancel(request_id)
     seconds = time.monotonic() - began
-    return {"documents": complete, "tokens": tokens, "seconds": round(seconds, 2), "tokens_per_s": tokens / max(seconds, 1e-9)}
+    return {
+        "documents": complete,
+        "tokens": tokens,
+        "seconds": round(seconds, 2),
+        "tokens_per_s": tokens / max(seconds, 1e-9),
+    }
 
 
 def params_for(index: int, digest: str, options: DataOptions) -> SamplingParams:

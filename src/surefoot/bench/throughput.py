@@ -1,0 +1,255 @@
+"""Aggregate tokens per second of several arms over the same prompts, at several concurrencies.
+
+All arms share one loaded target; each has an engine of its own, so that an arm without a drafter pays nothing for one. Arms
+take turns within every repeat, beginning with another one each time: a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from surefoot.drafters.base import Drafter
+from surefoot.engine.assembly import make_policy
+from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.request import Request
+from surefoot.engine.trace import StepReport
+from surefoot.errors import ConfigurationError
+from surefoot.sampling import SamplingParams
+from surefoot.targets.target import Target
+
+PASSES = ("draft", "target", "accept", "extend")
+"""Stages of a step that are work on rows of the models: draft pass, target pass, what is drawn from its logits, and the
+drafter's context. All else is the host's."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode: an engine and its name."""
+
+    name: str  # "none", "fixed:K", "adaptive"
+    engine: Engine
+
+
+def build_arms(
+    names: Sequence[str],
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    cost_table: str = "auto",
+    seed: int = 0,
+) -> list[Arm]:
+    """An engine per arm over one target.
+
+    Raises:
+        ConfigurationError: an arm that does not exist, or one that needs a drafter where there is none.
+    """
+    arms = []
+    for name in names:
+        kind, _, width = name.partition(":")
+        if kind not in ("none", "fixed", "adaptive") or (kind == "fixed") != width.isdecimal():
+            raise ConfigurationError(f"arm is {name!r}; allowed: none, fixed:K (a width), adaptive")
+        if kind != "none" and drafter is None:
+            raise ConfigurationError(f"arm {name!r} needs a drafter: choose one, or bench the arm none alone")
+        chosen = None if kind == "none" else drafter
+        frontier = max(chosen.gamma + 1, getattr(chosen, "block_slots", 0)) if chosen else 1
+        config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(512, max_num_seqs * frontier),
+            max_model_len=min(max_model_len, target.max_model_len),
+            prefix_reuse=False,  # or every repeat would find its prompts in the cache
+            seed=seed,
+        )
+        policy = make_policy(
+            target,
+            chosen,
+            width=int(width) if width else None,
+            config=config,
+            cost_table=cost_table if kind == "adaptive" else "none",
+        )
+        arms.append(Arm(name, Engine(target, chosen, policy, config)))
+    return arms
+
+
+@dataclass
+class Run:
+    """One arm over all prompts once."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    host_ms: list[float] = field(default_factory=list)  # of pure decode steps
+    target_ms: list[float] = field(default_factory=list)
+    draft_ms: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)  # predicted / measured ms
+    request_steps: int = 0
+    accepted: int = 0
+    widths: Counter[int] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    texts: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def run_arm(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int) -> Run:
+    """Answer all prompts, `concurrency` at a time: the next one enters when one has ended."""
+    run, waiting, requests = Run(), deque(prompts), list[Request]()
+    reports: list[StepReport] = []
+    engine.add_observer(reports.append)
+    start = time.perf_counter()
+    try:
+        while waiting or engine.has_work:
+            while waiting and len(engine.requests) < concurrency:
+                requests.append(engine.add_request(waiting.popleft(), params))
+            began = time.perf_counter()
+            events = engine.step()
+            wall_ms = (time.perf_counter() - began) * 1e3
+            run.steps += 1
+            run.tokens += sum(len(event.token_ids) for _, event in events)
+            if reports:
+                _take(run, reports.pop(), wall_ms)
+    finally:
+        engine.remove_observer(reports.append)
+    run.seconds = time.perf_counter() - start
+    for request in requests:
+        run.request_steps += request.statistics.steps
+        run.accepted += request.statistics.accepted
+        run.widths.update(request.statistics.widths)
+        run.texts.append(request.token_ids[len(request.prompt_token_ids) :])
+    return run
+
+
+def _take(run: Run, report: StepReport, wall_ms: float) -> None:
+    stages, decision = report.outputs.laps, report.plan.decision
+    assert stages is not None  # it is being watched
+    assert decision is not None
+    run.reasons[decision.reason.value] += 1
+    if report.plan.load.prefill_tokens:
+        return
+    run.host_ms.append(wall_ms - sum(stages[name] for name in PASSES))
+    run.target_ms.append(stages["target"])
+    run.draft_ms.append(stages["draft"])
+    if decision.predicted_ms:
+        run.predicted.append(decision.predicted_ms / report.measured_ms)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm at one concurrency: medians over the repeats."""
+
+    concurrency: int
+    arm: str
+    tokens_per_s: float
+    ratio: float | None  # to the arm "none"
+    accepted_length: float  # accepted draft tokens per request and step
+    host_ms_per_step: float  # everything but the passes, median of pure decode steps
+    target_ms: float
+    draft_ms: float
+    predicted_ratio: float | None  # predicted / measured step time, median
+    width_histogram: dict[int, int]  # width -> steps of requests
+    reasons: dict[str, int]  # the planner's, over steps
+    identical: bool | None  # to the arm "none", token for token, at temperature 0
+    repeats: list[float]  # tokens per second of each
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """All arms at all concurrencies."""
+
+    rows: list[Row]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rows": [asdict(row) for row in self.rows], "summary": self.summary()}
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Per concurrency: the best arm, and the share of it that adaptive reaches."""
+        found = []
+        for count in dict.fromkeys(row.concurrency for row in self.rows):
+            rows = {row.arm: row.tokens_per_s for row in self.rows if row.concurrency == count}
+            best = max(rows, key=rows.__getitem__)
+            share = rows["adaptive"] / rows[best] if "adaptive" in rows else None
+            found.append({"concurrency": count, "best": best, "adaptive_share": share})
+        return found
+
+
+def measure_throughput(
+    arms: Sequence[Arm],
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    *,
+    concurrency: Sequence[int],
+    repeats: int = 3,
+    requests: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Throughput:
+    """Run every arm at every concurrency `repeats` times.
+
+    Args:
+        prompts: token ids; taken round and round until there are enough.
+        requests: per run; None takes every prompt once, and at least as many as run at once.
+    """
+    total = (repeats * len(concurrency) + 1) * len(arms)
+    runs: dict[tuple[int, str], list[Run]] = {(count, arm.name): [] for count in concurrency for arm in arms}
+    done = 0
+
+    def work(count: int) -> list[list[int]]:
+        number = requests or max(len(prompts), count)
+        return [prompts[index % len(prompts)] for index in range(number)]
+
+    def finished() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done / total)
+
+    for arm in arms:  # wakes kernels and caches, and lets the estimator learn; not measured
+        run_arm(arm.engine, work(max(concurrency)), params, max(concurrency))
+        finished()
+    for repeat in range(repeats):
+        for count in concurrency:
+            for index in range(len(arms)):
+                arm = arms[(index + repeat) % len(arms)]
+                runs[count, arm.name].append(run_arm(arm.engine, work(count), params, count))
+                finished()
+    rows = []
+    for count in concurrency:
+        plain = runs.get((count, "none"))
+        rows += [_row(count, arm.name, runs[count, arm.name], plain, params.greedy) for arm in arms]
+    return Throughput(rows)
+
+
+def _row(count: int, arm: str, runs: list[Run], plain: list[Run] | None, greedy: bool) -> Row:
+    speed = median(run.tokens_per_s for run in runs)
+    widths: Counter[int] = sum((run.widths for run in runs), Counter())
+    reasons: Counter[str] = sum((run.reasons for run in runs), Counter())
+
+    def pooled(name: str) -> float:
+        return _median([value for run in runs for value in getattr(run, name)])
+
+    return Row(
+        concurrency=count,
+        arm=arm,
+        tokens_per_s=speed,
+        ratio=speed / median(run.tokens_per_s for run in plain) if plain else None,
+        accepted_length=sum(run.accepted for run in runs) / max(1, sum(run.request_steps for run in runs)),
+        host_ms_per_step=pooled("host_ms"),
+        target_ms=pooled("target_ms"),
+        draft_ms=pooled("draft_ms"),
+        predicted_ratio=pooled("predicted") if any(run.predicted for run in runs) else None,
+        width_histogram=dict(sorted(widths.items())),
+        reasons=dict(reasons.most_common()),
+        identical=all(run.texts == plain[0].texts for run in runs) if plain and greedy else None,
+        repeats=[run.tokens_per_s for run in runs],
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -1,0 +1,199 @@
+"""`surefoot bench`: `throughput` compares arms over the same prompts, `planner` times the host's decisions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.progress import progress_bar
+from surefoot.cli.report import note, print_json
+from surefoot.errors import ConfigurationError
+from surefoot.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from surefoot.bench.throughput import Throughput
+
+SEED = 20260711
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group."""
+    group = typer.Typer(help="Measure this engine against itself.", no_args_is_help=True)
+    group.command()(throughput)
+    group.command()(planner)
+    app.add_typer(group, name="bench")
+
+
+def throughput(
+    model: options.Model = options.DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    quantize: options.Quantize = None,
+    drafter: options.Drafter = "auto",
+    gamma: options.Gamma = None,
+    cost_table: options.CostTable = "auto",
+    concurrency: Annotated[str, typer.Option("--concurrency", "-c", help="Requests at once.")] = "1,2,4,8,16",
+    arms: Annotated[
+        str, typer.Option("--arms", help="none, fixed:K (every window K wide), adaptive (the planner).")
+    ] = "none,fixed:2,fixed:4,adaptive",
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="JSON lines with 'turns', or text.", show_default="code, edits, maths and chat"),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option("--requests", min=1, help="Per run.", show_default="every prompt, at least concurrency"),
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of every arm; speeds are medians.")] = 3,
+    temperature: options.Temperature = 0.0,
+    max_tokens: options.MaxTokens = 64,
+    trace: options.Trace = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the figures as JSON.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Aggregate tok/s of several arms at several concurrencies, interleaved in one process over one target.
+
+    Answers run to --max-tokens whatever they say. The trace is of the arm adaptive.
+    """
+    counts, names = _counts(concurrency), list(dict.fromkeys(name.strip() for name in arms.split(",")))
+    from surefoot.bench.prompts import read_prompts
+
+    asked = read_prompts(prompts)
+    llm = options.load_llm(
+        model,
+        drafter=drafter,
+        gamma=gamma,
+        width="auto",
+        cost_table="none",
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        quantize=quantize,
+        seed=SEED,
+    )
+    from surefoot.bench.throughput import build_arms, measure_throughput
+    from surefoot.engine.trace import TraceWriter
+
+    target = llm.target
+    if target.tokenizer is None:
+        raise ConfigurationError(f"{target.name} has no tokenizer: it cannot read prompts")
+    texts = [prompt.tokens(target.tokenizer) for prompt in asked]
+    built = build_arms(
+        names,
+        target,
+        llm.engine.drafter,
+        max_num_seqs=max(counts),
+        max_model_len=max(map(len, texts)) + max_tokens,
+        cost_table=cost_table,
+        seed=SEED,
+    )
+    planned = next((arm.engine for arm in built if arm.name == "adaptive"), None)
+    if trace is not None and planned is None:
+        raise ConfigurationError("--trace records the arm adaptive: add it to --arms")
+    writer = TraceWriter(trace, planned.describe()) if trace is not None and planned is not None else None
+    if writer is not None and planned is not None:
+        planned.add_observer(writer)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=SEED)
+    try:
+        with progress_bar("benchmark") as show:
+            found = measure_throughput(
+                built, texts, params, concurrency=counts, repeats=repeats, requests=requests, progress=show
+            )
+    finally:
+        if writer is not None:
+            writer.close()
+    facts = {
+        **found.to_dict(),
+        "arms": {arm.name: arm.engine.describe() for arm in built},
+        "prompts": str(prompts or "built-in"),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "repeats": repeats,
+    }
+    if output is not None:
+        from surefoot.speculation.json_files import write_object
+
+        write_object(output, facts)
+    if json:
+        print_json(facts)
+        return
+    _print(found)
+    if planned is not None:
+        note(f"adaptive: {planned.policy.describe()}")
+    if output is not None:
+        note(f"saved to {output}")
+
+
+def _counts(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigurationError(f"concurrency is {text!r}; allowed: numbers of 1 or more, such as 1,2,4,8,16")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _print(found: Throughput) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("requests\nat once", justify="right")
+    table.add_column("arm", no_wrap=True)
+    for heading in (
+        "tok/s",
+        "× none",
+        "accepted\nlength",
+        "host\nms/step",
+        "target\nms",
+        "draft\nms",
+        "predicted/\nmeasured",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("width ×steps")
+    for row in found.rows:
+        table.add_row(
+            str(row.concurrency),
+            row.arm,
+            f"{row.tokens_per_s:.1f}",
+            "–" if row.ratio is None else f"{row.ratio:.2f}",
+            f"{row.accepted_length:.2f}",
+            f"{row.host_ms_per_step:.2f}",
+            f"{row.target_ms:.1f}",
+            f"{row.draft_ms:.2f}",
+            "–" if row.predicted_ratio is None else f"{row.predicted_ratio:.2f}",
+            " ".join(f"{width}×{steps}" for width, steps in row.width_histogram.items()),
+            style="bold" if row.arm == "adaptive" else None,
+        )
+    console = Console()
+    console.print(table, highlight=False)
+    for line in found.summary():
+        share = (
+            "" if line["adaptive_share"] is None else f", adaptive reaches {100 * line['adaptive_share']:.1f} % of it"
+        )
+        console.print(f"{line['concurrency']} at once: best is {line['best']}{share}", highlight=False)
+    differing = [f"{row.arm} at {row.concurrency}" for row in found.rows if row.identical is False]
+    if differing:
+        typer.secho(
+            f"TEXTS DIFFER from target-only at temperature 0: {', '.join(differing)}", err=True, fg="red", bold=True
+        )
+
+
+def planner(json: options.Json = False) -> None:
+    """Plan and allocate for 1 and for 256 requests, on one core: the host's share of a decision, in microseconds."""
+    from surefoot.bench.planner import measure_planner
+
+    timings = [measure_planner(requests) for requests in (1, 256)]
+    if json:
+        rows = [{**asdict(timing), "plan_and_allocate_us": timing.plan_and_allocate_us} for timing in timings]
+        print_json({"rows": rows})
+        return
+    for timing in timings:
+        typer.echo(
+            f"{timing.requests:3d} requests, gamma {timing.gamma}: plan and allocate {timing.plan_and_allocate_us:.0f} us "
+            f"(stale {timing.stale_us:.0f}, allocate {timing.allocate_us:.0f}, read {timing.read_us:.0f}, publish "
+            f"{timing.publish_us:.0f}; causal {timing.causal_us:.0f}, stopping {timing.stopping_us:.0f})"
+        )

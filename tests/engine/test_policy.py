@@ -1,0 +1,190 @@
+"""The planner in charge of the step loop: exact, active, and out of the way where drafting does not pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surefoot.cache.paged import LayerSpec
+from surefoot.drafters.base import Draft, DraftContext, DraftSampler
+from surefoot.errors import ConfigurationError
+from surefoot.sampling import SamplingParams
+from surefoot.speculation.cost import CostTable
+from surefoot.speculation.statistics import InactiveError
+from tests.engine.engines import EngineUnderTest, build
+from tests.tiny_models import tiny_target
+
+STEEP = CostTable((1, 2, 3, 4, 5, 8, 16, 64), ((1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 16.0, 64.0),), (1,), (0.5,))
+
+
+class ScriptedDrafter:
+    """Draws every token from fixed logits and scores it by a rule that may look at the tokens before it, never at it."""
+
+    name = "scripted"
+    block_slots = 0
+    feature_layers: tuple[int, ...] = ()
+    cache_layers: tuple[LayerSpec, ...] = ()
+    vocabulary = None
+    has_confidence_head = True
+
+    def __init__(self, gamma: int, logits: list[float], confidence: Callable[[Tensor, int], Tensor]) -> None:
+        self.gamma, self.logits, self.score = gamma, torch.tensor(logits), confidence
+        self.blocks = 0
+
+    def bind(self, target: Any) -> None: ...
+
+    def extend(self, features: Any, batch: Any, cache: Any) -> None: ...
+
+    def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft:
+        self.blocks += context.slots.shape[0]
+        tokens = context.slots.new_zeros(context.slots.shape[0], self.gamma)
+        confidence = torch.zeros(tokens.shape)
+        for k in range(1, self.gamma + 1):
+            confidence[:, k - 1] = self.score(tokens, k)
+            tokens[:, k - 1] = sampler.draw(k, self.logits.expand(tokens.shape[0], -1))
+        return Draft(tokens, confidence_logits=torch.logit(confidence, eps=1e-6))
+
+
+class TestAppendixA:
+    """The paper's counterexample through the engine: p = (0.7, 0.3), q = (0.5, 0.5), throughput (1.0, 0.5, 0.45)."""
+
+    TABLE = CostTable((1, 2, 3), ((1.0, 2.0, 1 / 0.45),))
+    BIAS = math.log(0.7 / 0.3)
+    REQUESTS = 700  # 0.85 against 0.70 is 8.7 standard deviations
+
+    def first_token_share(self, planner: str, cheat: bool = False) -> float:
+        target = tiny_target("llama", vocab_size=2, sharpness=0.0)  # all logits 0: the bias alone makes p
+        # After the same bias q is (0.5, 0.5). The second position looks certain behind token 0 and hopeless behind token 1.
+        drafter = ScriptedDrafter(
+            2,
+            [-self.BIAS, 0.0],
+            lambda tokens, k: torch.where((k == 2) & (tokens[:, 0] == 1), 0.0, 0.8 if k == 1 else 1.0),
+        )
+        engine = build(
+            target,
+            drafter,
+            max_num_seqs=1,
+            max_model_len=16,
+            check_layout=False,
+            table=self.TABLE,
+            policy={"planner": planner},
+        )
+        if cheat:
+            plan = engine.policy.plan
+
+            def look_ahead(scheduled: Any) -> Any:
+                made = plan(scheduled)
+                if made.drafted:
+                    made.decision, made.decide = None, lambda survival, limits: best_budget(survival, made)
+                return made
+
+            def best_budget(survival: Tensor, made: Any) -> int:
+                expected = 1 + torch.cat([torch.zeros(1), survival[0].cumsum(0)])
+                rates = expected / torch.tensor([1.0, 2.0, 1 / 0.45])
+                honest = engine.policy.stale.decide(engine.policy.board.read(made.load.step, made.seats), made.load)
+                made.decision = honest
+                return int(rates.argmax())
+
+            engine.policy.plan = look_ahead  # type: ignore[method-assign]
+        params = SamplingParams(temperature=1, max_tokens=3, logit_bias={0: self.BIAS})
+        zeros = 0
+        for _ in range(self.REQUESTS):
+            request = engine.add_request([0], params)
+            while not request.output.token_ids:
+                engine.step()
+            zeros += request.output.token_ids[0] == 0
+            engine.cancel(request.request_id)
+        return zeros / self.REQUESTS
+
+    @pytest.mark.statistical
+    @pytest.mark.parametrize("planner", ["stale", "causal", "stopping"])
+    def test_our_planners_keep_the_law(self, planner: str) -> None:
+        assert abs(self.first_token_share(planner) - 0.70) < 0.075
+
+    @pytest.mark.statistical
+    def test_a_planner_that_looks_ahead_breaks_it(self) -> None:
+        assert abs(self.first_token_share("stale", cheat=True) - 0.85) < 0.06
+
+
+def greedy(engine: EngineUnderTest, count: int = 6, tokens: int = 24) -> list[list[int]]:
+    texts = [[i, i + 1, i, i + 1, i] for i in range(1, count + 1)]
+    return [r.output.token_ids for r in engine.run(texts, SamplingParams(temperature=0, max_tokens=tokens))]
+
+
+@pytest.mark.parametrize("planner", ["stale", "causal", "stopping"])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "dspark"])
+def test_the_planner_trims_from_the_table_and_the_text_stays(planner: str, drafter: str) -> None:
+    target = tiny_target("qwen3", vocab_size=12)  # few words, so that a random drafter is right now and then
+    plain = greedy(build(target, "none"))
+    engine = build(target, drafter, table=STEEP, policy={"planner": planner})
+    for _ in range(6):
+        assert greedy(engine) == plain
+    engine.statistics.assert_active(trimming=True)
+    assert "no_table" not in engine.statistics.reasons
+    assert sum(engine.statistics.reasons.values()) == engine.statistics.steps
+
+
+def test_without_a_table_everything_is_verified_and_said() -> None:
+    engine = build(tiny_target("qwen3"), "dspark")
+    greedy(engine)
+    assert engine.statistics.reasons["no_table"] > 0
+    assert set(engine.statistics.reasons) <= {"no_table", "nothing_drafted"}
+    assert "verifies everything" in engine.describe()["planner"]
+
+
+def test_a_run_in_which_speculation_did_nothing_is_noticed() -> None:
+    engine = build(tiny_target("qwen3"), "dspark", width=0)
+    greedy(engine)
+    with pytest.raises(InactiveError, match="none was verified"):
+        engine.statistics.assert_active()
+
+
+def test_drafting_is_left_out_where_it_loses_and_probed_again() -> None:
+    """Costs rise with every row and almost nothing is accepted: after the first steps only the probes draft."""
+    target = tiny_target("qwen3")
+    drafter = ScriptedDrafter(4, [0.0] * 64, lambda tokens, k: torch.full((tokens.shape[0],), 0.02))
+    engine = build(target, drafter, max_num_seqs=1, table=STEEP, policy={"planner": "stale"})
+    engine.run([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=80))
+    assert 2 <= drafter.blocks <= 12
+    assert engine.statistics.reasons["nothing_drafted"] > 60
+
+
+def test_a_breaker_pauses_a_request_whose_drafts_are_rejected() -> None:
+    target = tiny_target("qwen3")
+    drafter = ScriptedDrafter(4, [0.0] * 64, lambda tokens, k: torch.full((tokens.shape[0],), 0.9))
+    engine = build(target, drafter, max_num_seqs=1, policy={"breaker": 0.6})
+    engine.run([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=80))
+    assert drafter.blocks < 20  # 32 proposals, then 64 steps of rest
+    assert engine.statistics.breaker_states["open"] > 40
+
+
+def test_a_persistent_difference_between_predicted_and_measured_time_rescales_the_table() -> None:
+    target = tiny_target("qwen3")
+    tiny = CostTable((1, 64), ((1e-4, 2e-4),), (1,), (1e-5,))
+    engine = build(target, "prompt-lookup", table=tiny, policy={"planner": "stale"})
+    for _ in range(4):
+        greedy(engine)
+    assert engine.statistics.rescales > 0
+    assert engine.policy.stale.table is not tiny
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 9}, "width 9 is more than gamma"),
+        ({"width": "1,x"}, "forced width must be a number or a pattern"),
+        ({"policy": {"planner": "psychic"}}, "planner is 'psychic'; allowed: stale, causal, stopping"),
+        ({"policy": {"breaker": 3.0}}, "breaker is 3.0; allowed"),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens=8 cannot hold"),
+        ({"num_blocks": 3}, "num_blocks=3 cannot hold one request"),
+        ({"max_model_len": 10_000}, "max_model_len=10000 is outside"),
+    ],
+)
+def test_an_impossible_engine_is_refused_at_start(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message.replace("'", ".")):
+        build(tiny_target("llama"), "dspark", **options)

@@ -169,6 +169,8 @@ def _print(found: Throughput) -> None:
             style="bold" if row.arm == "adaptive" else None,
         )
     console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width to keep to
+        console = Console(width=160)
     console.print(table, highlight=False)
     for line in found.summary():
         share = (

@@ -130,6 +130,8 @@ def print_report(report: SimulationReport) -> None:
         cells = [f"{report.rate(policy, count):.3g}" for count in report.concurrencies]
         table.add_row(policy, *cells, style="bold" if not policy.startswith("fixed-") else None)
     console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width to keep to
+        console = Console(width=160)
     console.print(table, highlight=False)
     for policy, gain in comparison(report).items():
         text = f"{policy}: {100 * gain['least']:+.1f} % to {100 * gain['greatest']:+.1f} % against the best fixed width"

@@ -196,9 +196,8 @@ def _say(record: dict[str, Any], output: Path, run: Run) -> None:
         note(f"trained on {trained['anchors']} anchors at {trained['anchors_per_s']}/s ({shares})")
         if trained["curve"]:
             last = trained["curve"][-1]
-            note(
-                f"held-out accepted length with bonus, teacher forced: {last['length_0']} at temperature 0, {last['length_1']} at 1"
-            )
+            lengths = f"{last['length_0']} at temperature 0, {last['length_1']} at 1"
+            note(f"held-out accepted length with bonus, teacher forced: {lengths}")
     for name, lengths in record.get("evaluate", {}).get("accepted_length_with_bonus", {}).items():
         note(
             f"{name}: accepted length with bonus "

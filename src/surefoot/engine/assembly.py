@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from surefoot.drafters.base import Drafter
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.device import CudaDevice, Device, InlineDevice
 from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.graphs import GraphMode
 from surefoot.engine.policy import PlannerName, WidthPolicy
 from surefoot.errors import CalibrationError, ConfigurationError, DrafterError
 from surefoot.kernels.linear import Quantization
@@ -22,7 +24,9 @@ from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, Log
 from surefoot.speculation.planner import ForcedWidths
 from surefoot.targets.target import Target
 
-DRAFTER_WORDS = ("auto", "none", "prompt-lookup")
+LOOKUP_WORDS = ("auto", "prompt-lookup")
+DRAFTER_WORDS = (*LOOKUP_WORDS, "none")
+LONGEST_LOOKUP = 32
 CALIBRATION_FILE = "calibration.json"
 """In the drafter's directory, written by `surefoot calibrate`."""
 LOOKUP_GAMMA = 7
@@ -41,6 +45,7 @@ def build_engine(
     cost_table: str | Path = "auto",
     calibration: str | Path | None = None,
     threads: int | None = None,
+    graphs: GraphMode | None = None,
     config: EngineConfig | None = None,
     **policy_options: Any,
 ) -> Engine:
@@ -53,6 +58,9 @@ def build_engine(
             raise ConfigurationError(f"threads is {threads}; allowed: 1 or more; leave it out for all physical cores")
         torch.set_num_threads(threads)
     where = _device(device)
+    if quantize not in (None, "int8"):
+        raise ConfigurationError(f"quantize is {quantize!r}; allowed: int8; leave it out for the weights as they are")
+    check_drafter(drafter, gamma)  # before seconds go into loading the target
     if isinstance(model, Target):
         target = model
     else:
@@ -70,6 +78,8 @@ def build_engine(
     if isinstance(chosen, DSparkDrafter):
         optimise_drafter(chosen.model)
     config = config or EngineConfig()
+    if graphs is not None:
+        config = replace(config, graphs=graphs)
     backend: Device = CudaDevice(where) if where.type == "cuda" else InlineDevice()
     policy = make_policy(
         target,
@@ -128,11 +138,10 @@ def make_policy(
         gamma,
         breaker=None if breaker is None else partial(Breaker, min_acceptance=breaker),
         num_slots=config.max_num_seqs,
-        table=_cost_table(target, drafter, config, cost_table),
         forced=forced,
         confidence=confidence_source(drafter, calibration, target.device) if drafter else None,
         planner=planner or ("stopping" if reads_are_free else "stale"),
-        **options,
+        **{"table": _cost_table(target, drafter, config, cost_table), **options},
     )
 
 
@@ -168,6 +177,25 @@ def confidence_source(drafter: Drafter, calibration: str | Path | None, device: 
     return HeadConfidence(temperatures, estimator)
 
 
+def check_drafter(drafter: str | Path | Drafter | None, gamma: int | None) -> None:
+    """Refuse what needs no model to be seen as wrong.
+
+    Raises:
+        DrafterError, ConfigurationError: a word that is no drafter; a gamma that cannot be.
+    """
+    if drafter is None or drafter == "none":
+        if gamma:
+            raise ConfigurationError(f"gamma is {gamma}, but there is no drafter: choose one, or leave gamma out")
+    elif drafter in LOOKUP_WORDS:
+        if gamma is not None and not 1 <= gamma <= LONGEST_LOOKUP:
+            raise ConfigurationError(f"gamma is {gamma}; allowed for prompt lookup: 1 ... {LONGEST_LOOKUP}")
+    elif isinstance(drafter, (str, Path)) and not Path(drafter).exists() and "/" not in str(drafter):
+        raise DrafterError(
+            f"unknown drafter {str(drafter)!r}: allowed are {', '.join(DRAFTER_WORDS)}, a checkpoint directory, or a "
+            f"Hugging Face id (owner/name)"
+        )
+
+
 def load_drafter_for(target: Target, drafter: str | Path | Drafter | None, gamma: int | None) -> Drafter | None:
     """The drafter a user asked for, bound to `target`.
 
@@ -176,29 +204,15 @@ def load_drafter_for(target: Target, drafter: str | Path | Drafter | None, gamma
     """
     from surefoot.drafters import PromptLookupDrafter, load_drafter
 
-    if drafter is None or drafter == "none":
-        if gamma:
-            raise ConfigurationError(f"gamma is {gamma}, but there is no drafter: choose one, or leave gamma out")
-        return None
-    if drafter in ("auto", "prompt-lookup"):
-        lookup = PromptLookupDrafter(LOOKUP_GAMMA if gamma is None else _checked_gamma(gamma))
-        lookup.bind(target)
-        return lookup
+    check_drafter(drafter, gamma)
     loaded: Drafter
-    if isinstance(drafter, (str, Path)):
-        if not Path(drafter).exists() and "/" not in str(drafter):
-            raise DrafterError(
-                f"unknown drafter {str(drafter)!r}: allowed are {', '.join(DRAFTER_WORDS)}, a checkpoint directory, or a "
-                f"Hugging Face id (owner/name)"
-            )
+    if drafter is None or drafter == "none":
+        return None
+    if drafter in LOOKUP_WORDS:
+        loaded = PromptLookupDrafter(LOOKUP_GAMMA if gamma is None else gamma)
+    elif isinstance(drafter, (str, Path)):
         loaded = load_drafter(str(drafter), gamma=gamma, dtype=target.dtype, device=str(target.device))
     else:
         loaded = drafter
     loaded.bind(target)
     return loaded
-
-
-def _checked_gamma(gamma: int) -> int:
-    if not 1 <= gamma <= 32:
-        raise ConfigurationError(f"gamma is {gamma}; allowed for prompt lookup: 1 ... 32")
-    return gamma

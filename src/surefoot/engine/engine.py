@@ -13,7 +13,7 @@ from surefoot.drafters.base import Drafter
 from surefoot.engine.clock import laps_for
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
-from surefoot.engine.graphs import EagerRunner, TargetRunner
+from surefoot.engine.graphs import GraphMode, TargetRunner, runner_for
 from surefoot.engine.output import OutputEvent, OutputProcessor, TokenLogprobs
 from surefoot.engine.policy import Plan, WidthPolicy
 from surefoot.engine.request import Request, Status
@@ -40,6 +40,7 @@ class EngineConfig:
     prefix_reuse: bool = True
     uniform_widths: bool = False  # static mode: one width for the whole batch
     overlap: bool | None = None  # None: where the device overlaps
+    graphs: GraphMode = "auto"  # CUDA graphs on CUDA, eager on a CPU; "compiled" compiles decoder layers there
     check_layout: bool = False
     seed: int = 0
 
@@ -102,7 +103,8 @@ class Engine:
         )
         self.scheduler = Scheduler(self.blocks, config.max_num_seqs, config.max_num_batched_tokens, frontier)
         self.state = DeviceState(config.max_num_seqs, self.max_model_len, room + 1, target.device)
-        self.runner = runner or EagerRunner(target)
+        self.runner = runner or runner_for(target, config.graphs, config.max_num_batched_tokens)
+        self.runner.prepare(self.cache, drafter.feature_layers if drafter else ())
         self.device = device or InlineDevice()
         self.overlap = self.device.overlaps if config.overlap is None else config.overlap
         if policy.current is not None and (self.overlap or not self.device.reads_are_free):

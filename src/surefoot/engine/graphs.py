@@ -2,16 +2,33 @@
 
 The key is the padded token count alone, whatever the mix of widths: lengths, slots and widths are data. On CUDA a bucket is a
 graph with static buffers; on a CPU it is the eager model with native kernels, or (opt-in) compiled decoder layers.
+
+Padding rows are never mistaken for real ones: `kv_lens` 0, cache slot 0 (the scratch block), and no logit row points at them. A
+pass fills every row of its bucket, so a larger pass before it leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
 
 from surefoot.cache.paged import PagedCache
+from surefoot.errors import ConfigurationError
 from surefoot.kernels.packing import FlatBatch
 from surefoot.targets.target import Target, TargetOutput
+
+log = logging.getLogger(__name__)
+
+GraphMode = Literal["auto", "eager", "compiled"]
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Token counts captured by default: a pass between two of them pays for the larger, so they are dense where rows are dear."""
 
 
 class TargetRunner(Protocol):
@@ -21,19 +38,201 @@ class TargetRunner(Protocol):
         """Rows the pass is padded to."""
         ...
 
+    def prepare(self, cache: PagedCache, feature_layers: tuple[int, ...]) -> None:
+        """Called once, before the first pass, with what every pass will be given."""
+        ...
+
     def run(self, batch: FlatBatch, cache: PagedCache, feature_layers: tuple[int, ...]) -> TargetOutput: ...
+
+
+def runner_for(target: Target, mode: GraphMode, max_tokens: int) -> TargetRunner:
+    """The runner `graphs=` asks for: `auto` captures on CUDA and is eager on a CPU.
+
+    Args:
+        max_tokens: rows of the largest step; no larger bucket is made.
+
+    Raises:
+        ConfigurationError: an unknown mode, or `compiled` on CUDA.
+    """
+    sizes = tuple(size for size in CAPTURE_SIZES if size <= max_tokens)
+    cuda = target.device.type == "cuda"
+    if mode == "compiled" and not cuda:
+        return CompiledRunner(target, sizes)
+    if mode not in ("auto", "eager"):
+        raise ConfigurationError(f"graphs is {mode!r}; allowed: auto, eager, and on a CPU compiled")
+    return CudaGraphRunner(target, sizes) if cuda and mode == "auto" else EagerRunner(target)
+
+
+def _bucket(sizes: Sequence[int], rows: int) -> int:
+    """The smallest of the ascending `sizes` that holds `rows`; beyond the largest, `rows` itself."""
+    index = bisect_left(sizes, rows)
+    return sizes[index] if index < len(sizes) else rows
 
 
 class EagerRunner:
     """The model as it is, with exactly the rows there are (or padded to `buckets`, which tests use)."""
 
-    def __init__(self, target: Target, buckets: tuple[int, ...] = ()) -> None:
+    def __init__(self, target: Target, buckets: Sequence[int] = ()) -> None:
         self.target, self.buckets = target, tuple(sorted(buckets))
         self.replayed: bool | None = None
 
     def bucket(self, rows: int) -> int:
-        index = bisect_left(self.buckets, rows)
-        return self.buckets[index] if index < len(self.buckets) else rows
+        return _bucket(self.buckets, rows)
+
+    def prepare(self, cache: PagedCache, feature_layers: tuple[int, ...]) -> None:
+        """Nothing to prepare."""
 
     def run(self, batch: FlatBatch, cache: PagedCache, feature_layers: tuple[int, ...]) -> TargetOutput:
         return self.target.forward(batch, cache, feature_layers)
+
+
+class CompiledRunner(EagerRunner):
+    """Regional `torch.compile`: every decoder layer is one region, specialised per token bucket (CPU, opt-in).
+
+    Inductor caches the kernels on disk, layers share them. If nothing can be compiled here (no C++ compiler, a construct Dynamo
+    refuses), the model stays eager and one warning says why. Opt-in: the eager path runs native kernels whose rows are
+    bit-identical in every batch, which generated code does not promise, and compiling takes seconds per bucket.
+    """
+
+    def __init__(
+        self, target: Target, buckets: Sequence[int], compile: Callable[..., Any] = torch.compile, limit: int | None = None
+    ) -> None:
+        super().__init__(target, buckets)
+        self._eager = [(layer, layer.forward) for layer in target.decoder_layers]
+        # Every bucket is a specialisation of its own.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit or 4 * len(self.buckets) + 8)
+        for layer, forward in self._eager:
+            layer.forward = compile(forward, dynamic=False)
+
+    def run(self, batch: FlatBatch, cache: PagedCache, feature_layers: tuple[int, ...]) -> TargetOutput:
+        try:
+            return self.target.forward(batch, cache, feature_layers)
+        except Exception as problem:
+            if not self._eager:
+                raise
+            self._restore()
+            # The rows are written again, to the same places: a pass is repeatable.
+            output = self.target.forward(batch, cache, feature_layers)
+            log.warning("decoder layers cannot be compiled here, running them eagerly: %s", _first_line(problem))
+            return output
+
+    def _restore(self) -> None:
+        for layer, forward in self._eager:
+            layer.forward = forward
+        self._eager, self.buckets = [], ()
+
+
+def _first_line(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0] if str(problem).strip() else ''}"
+
+
+Capture = Callable[[Callable[[], TargetOutput]], tuple[Callable[[], None], TargetOutput]]
+"""Records a pass: (replay, outputs), where every `replay()` runs it again and leaves the results in the same tensors."""
+
+
+class CudaCapture:
+    """Captures into CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, run: Callable[[], TargetOutput]) -> tuple[Callable[[], None], TargetOutput]:
+        # Warm up aside: libraries set themselves up on the first call, which must not be recorded.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = run()
+        return graph.replay, outputs
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What a captured pass reads, at fixed addresses: [N] each, for the largest bucket."""
+
+    token_ids: Tensor
+    positions: Tensor
+    row_slot: Tensor
+    kv_lens: Tensor
+    cache_slots: tuple[Tensor, ...]
+    logit_rows: Tensor
+
+    @classmethod
+    def zeros(cls, rows: int, groups: int, device: torch.device) -> _Buffers:
+        def make() -> Tensor:
+            return torch.zeros(rows, dtype=torch.int64, device=device)
+
+        return cls(make(), make(), make(), make(), tuple(make() for _ in range(groups)), make())
+
+    def view(self, rows: int, cache: PagedCache) -> FlatBatch:
+        """The first `rows` as a batch. Block tables are the cache's own: they are only ever written in place."""
+        return FlatBatch(
+            token_ids=self.token_ids[:rows],
+            positions=self.positions[:rows],
+            row_slot=self.row_slot[:rows],
+            kv_lens=self.kv_lens[:rows],
+            cache_slots=tuple(slots[:rows] for slots in self.cache_slots),
+            block_tables=cache.block_tables,
+            qo_indptr=self.row_slot[:0],  # rows know their own request; the target never asks for the borders
+            logit_rows=self.logit_rows[:rows],
+        )
+
+    def fill(self, batch: FlatBatch) -> None:
+        """Take a batch of exactly a bucket's rows: all of them are overwritten, padding included."""
+        rows = batch.num_rows
+        for static, new in (
+            (self.token_ids, batch.token_ids),
+            (self.positions, batch.positions),
+            (self.row_slot, batch.row_slot),
+            (self.kv_lens, batch.kv_lens),
+            *zip(self.cache_slots, batch.cache_slots, strict=True),
+        ):
+            static[:rows].copy_(new)
+        logits = batch.logit_rows.shape[0]
+        self.logit_rows[:logits].copy_(batch.logit_rows)
+        self.logit_rows[logits:rows].zero_()
+
+
+class CudaGraphRunner:
+    """One CUDA graph per token bucket, captured largest first; larger passes run eagerly.
+
+    Args:
+        target: on CUDA.
+        sizes: token counts to capture.
+        capture: how a pass is recorded (None: into CUDA graphs).
+    """
+
+    def __init__(self, target: Target, sizes: Sequence[int], capture: Capture | None = None) -> None:
+        self.target, self.sizes = target, tuple(sorted(sizes))
+        self.replayed: bool | None = False
+        self._capture = capture
+        self._graphs: dict[int, tuple[Callable[[], None], TargetOutput]] = {}
+
+    def bucket(self, rows: int) -> int:
+        return _bucket(self.sizes, rows)
+
+    @torch.inference_mode()
+    def prepare(self, cache: PagedCache, feature_layers: tuple[int, ...]) -> None:
+        """Capture every bucket on padding rows, which touch nothing but the scratch block."""
+        if not self.sizes:
+            return
+        capture = self._capture or CudaCapture()
+        self._buffers = _Buffers.zeros(self.sizes[-1], len(cache.windows), self.target.device)
+        self._prepared = (cache, feature_layers)
+        for size in reversed(self.sizes):
+            batch = self._buffers.view(size, cache)
+            self._graphs[size] = capture(partial(self.target.forward, batch, cache, feature_layers))
+
+    def run(self, batch: FlatBatch, cache: PagedCache, feature_layers: tuple[int, ...]) -> TargetOutput:
+        self.replayed = batch.num_rows in self._graphs
+        if not self.replayed:
+            return self.target.forward(batch, cache, feature_layers)
+        assert self._prepared == (cache, feature_layers), "a graph reads the cache it was captured with"
+        replay, outputs = self._graphs[batch.num_rows]
+        self._buffers.fill(batch)
+        replay()
+        return TargetOutput(outputs.logits[: batch.logit_rows.shape[0]], outputs.features)

@@ -47,10 +47,9 @@ class StepInputs:
     updates: StateUpdates = field(default_factory=StateUpdates)
     max_length: int = 0  # an upper bound of the committed lengths
 
-    @property
-    def uniform_width(self) -> int:
+    def even_width(self, budget: int) -> int:
         """The one width of a static step: the budget spread evenly, rounded up."""
-        return -(-self.budget // max(self.num_drafted, 1))
+        return -(-budget // max(self.num_drafted, 1))
 
 
 @dataclass(frozen=True)
@@ -178,15 +177,15 @@ class DecodeStep:
             limits = torch.minimum(limits, draft.lengths)
         if inputs.forced is not None:
             widths = torch.minimum(to_device(inputs.forced, torch.int64, device), limits)
-        elif self.uniform_widths:
-            widths = limits.clamp(max=inputs.uniform_width)
-        elif confidence is None:
-            ones = torch.ones(inputs.num_drafted, self.gamma, device=device)
-            widths = allocate(ones, inputs.budget, limits, inputs.min_width)
         else:
+            if confidence is None:
+                confidence = torch.ones(inputs.num_drafted, self.gamma, device=device)
             survival = prefix_survival(confidence)
             budget = inputs.budget if inputs.decide is None else inputs.decide(survival, limits)
-            widths = allocate(survival, budget, limits, inputs.min_width)
+            if self.uniform_widths:
+                widths = limits.clamp(max=inputs.even_width(budget))
+            else:
+                widths = allocate(survival, budget, limits, inputs.min_width)
         return torch.cat([widths, widths.new_zeros(inputs.num_emitting - inputs.num_drafted)])
 
     def _pack(self, inputs: StepInputs, slots: Tensor, widths: Tensor) -> tuple[FlatBatch, Tensor]:
@@ -198,8 +197,8 @@ class DecodeStep:
         if self.reads_are_free:  # no padding for widths that limits have cut
             num_logits = int(widths.sum()) + emitting
         else:
-            verified = inputs.num_drafted * inputs.uniform_width if self.uniform_widths else inputs.budget
-            num_logits = emitting + min(verified, sum(inputs.limits))
+            even = inputs.num_drafted * inputs.even_width(inputs.budget)
+            num_logits = emitting + min(even if self.uniform_widths else inputs.budget, sum(inputs.limits))
         total = sum(inputs.context_rows) + num_logits
         owner, offset = rows_of(rows, self.runner.bucket(total))
         real = owner < len(inputs.slots)

@@ -80,6 +80,11 @@ class Target:
         """
         return self.model.get_output_embeddings()
 
+    @property
+    def decoder_layers(self) -> nn.ModuleList:
+        """The layers as modules, in order."""
+        return self._shape.decoder_layers
+
     @torch.no_grad()
     def forward(self, batch: FlatBatch, cache: PagedCache, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
         """Run T rows once: write their keys and values into `cache`, return logits of the rows that need them.

@@ -4,6 +4,7 @@ word problems and questions are composed, since a library holds none."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import random
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -116,11 +117,10 @@ def documentation() -> Iterator[Collected]:
 
 
 def _documents() -> Iterator[tuple[str, str]]:
-    try:
+    with contextlib.suppress(ImportError):  # some distributions leave it out
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
-        topics = {}
-    yield from sorted(topics.items())
+
+        yield from sorted(topics.items())
     for file in library_files():
         try:
             text = ast.get_docstring(ast.parse(read_text(file)))
@@ -205,14 +205,27 @@ _TOPICS = (
     "recursion", "hash tables", "operating systems", "negotiation", "migration of birds", "earthquakes", "the printing press",
 )  # fmt: skip
 _QUESTIONS = (
-    "Explain {x} to a child.", "Write a short story about {x}.", "Write a poem about {x} in four lines.",
-    "What are the advantages and disadvantages of {x}?", "Give me five tips about {x}.", "Write an email about {x} to a colleague.",
-    "What is the most common misunderstanding about {x}?", "Compare {x} with {y}.", "Write a dialogue about {x} between two friends.",
-    "List ten facts about {x}.", "How did {x} change the world?", "Draft a short speech about {x}.", "What should a beginner know about {x}?",
-    "Describe {x} without using the letter e.", "Write a product description that has to do with {x}.", "Why does {x} matter? Answer in one paragraph.",
-    "Make a table of three aspects of {x}.", "Imagine you are an expert on {x}. What would you do differently from most people?",
-    "Plan a weekend around {x}.", "Write a quiz with three questions about {x}, with answers.",
-)  # fmt: skip
+    "Explain {x} to a child.",
+    "Write a short story about {x}.",
+    "Write a poem about {x} in four lines.",
+    "What are the advantages and disadvantages of {x}?",
+    "Give me five tips about {x}.",
+    "Write an email about {x} to a colleague.",
+    "What is the most common misunderstanding about {x}?",
+    "Compare {x} with {y}.",
+    "Write a dialogue about {x} between two friends.",
+    "List ten facts about {x}.",
+    "How did {x} change the world?",
+    "Draft a short speech about {x}.",
+    "What should a beginner know about {x}?",
+    "Describe {x} without using the letter e.",
+    "Write a product description that has to do with {x}.",
+    "Why does {x} matter? Answer in one paragraph.",
+    "Make a table of three aspects of {x}.",
+    "Imagine you are an expert on {x}. What would you do differently from most people?",
+    "Plan a weekend around {x}.",
+    "Write a quiz with three questions about {x}, with answers.",
+)
 
 
 def questions() -> Iterator[Collected]:

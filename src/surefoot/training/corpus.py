@@ -44,7 +44,7 @@ class Corpus:
 
     def split(self, longest: int) -> Corpus:
         """The same text in documents of at most `longest` tokens; a piece without an anchor is left out."""
-        pieces = []
+        pieces: list[Document] = []
         for document in self.documents:
             for first in range(0, len(document.tokens), longest):
                 tokens = document.tokens[first : first + longest]

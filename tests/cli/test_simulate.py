@@ -45,14 +45,14 @@ def test_a_recorded_trace_is_replayed_against_a_saved_table(
 
 @pytest.mark.parametrize("name", example_names())
 def test_examples_reproduce_the_reported_verdicts(run: Callable[..., Any], name: str) -> None:
-    found = json.loads(run("simulate", "--example", name, "--json").stdout)
+    found = json.loads(run("simulate", "--example", name, "--blocks", "512", "--json").stdout)
     assert found["workloads"]
     for workload in found["workloads"]:
         assert workload["verdict"] == workload["reported_verdict"], workload
     if found["reported_break_even"]:
         low, high = found["reported_break_even"]
         assert low <= found["break_even"] <= high
-    text = run("simulate", "--example", name).stdout
+    text = run("simulate", "--example", name, "--blocks", "64").stdout
     assert "break-even at full width" in text
     assert found["workloads"][0]["workload"] in text
 

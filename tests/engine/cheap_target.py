@@ -6,7 +6,7 @@ logits depend on every token it should see, at its place, so a misplaced, stale 
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,6 @@ class CheapTarget:
     hidden_size = HIDDEN
     max_model_len = 4096
     eos_token_ids: frozenset[int] = frozenset()
-    config: Any = None
 
     def __init__(self, vocab_size: int = 16, windows: tuple[int | None, ...] = (6, None), seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -39,6 +38,7 @@ class CheapTarget:
             return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
         self.name, self.vocab_size, self.num_layers = f"cheap-{windows}", vocab_size, len(windows)
+        self.config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=vocab_size, num_hidden_layers=len(windows))
         self.layers = tuple(LayerSpec(HEADS, HEAD_DIM, HEAD_DIM, window) for window in windows)
         self.embed_tokens = nn.Embedding(vocab_size, HIDDEN, _weight=random(vocab_size, HIDDEN) * 4)
         self.lm_head = nn.Linear(HIDDEN, vocab_size, bias=False)

@@ -6,7 +6,7 @@ The oracle is surefoot's own engine on one request at a time, target-only; `test
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -32,26 +32,26 @@ EVENTS: Counter[str] = Counter()  # of the whole session
 PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1, "logit_bias": {2: 1.5}}
 
 
-@lru_cache(maxsize=None)
+@cache
 def target(architecture: str) -> Any:
     if architecture == "cheap":
         return CheapTarget(VOCAB)
     return tiny_target.__wrapped__(architecture, vocab_size=VOCAB)
 
 
-@lru_cache(maxsize=None)
+@cache
 def drafter(architecture: str, name: str, gamma: int) -> Any:
     return tiny_drafter(target(architecture), name, gamma)
 
 
-@lru_cache(maxsize=None)
+@cache
 def oracle_engine(architecture: str) -> Any:
     return build(
         target(architecture), "none", max_num_seqs=1, max_model_len=MODEL_LEN, prefix_reuse=False, check_layout=False
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def oracle(architecture: str, prompt: tuple[int, ...], penalised: bool) -> tuple[list[int], list[float]]:
     """The first `LONGEST` greedy tokens and their log-probs."""
     params = SamplingParams(temperature=0, max_tokens=LONGEST, logprobs=0, **(PENALISED if penalised else {}))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from surefoot.cache.paged import PagedCache
+from surefoot.engine.assembly import build_engine
+from surefoot.engine.engine import EngineConfig
 from surefoot.engine.graphs import CAPTURE_SIZES, CompiledRunner, CudaGraphRunner, EagerRunner, runner_for
 from surefoot.errors import ConfigurationError
 from surefoot.kernels.packing import FlatBatch
@@ -172,3 +174,12 @@ def test_compiled_layers_serve_the_same_texts() -> None:
     for one, other in zip(got, plain, strict=True):
         for a, b in zip(one.output.logprobs, other.output.logprobs, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_graphs_is_an_option_of_the_engine() -> None:
+    target = tiny_target.__wrapped__("llama")
+    settings: dict[str, Any] = {"drafter": "none", "cost_table": "none", "config": EngineConfig(max_model_len=64)}
+    assert isinstance(build_engine(target, **settings).runner, EagerRunner)
+    with pytest.raises(ConfigurationError, match="graphs is 'always'"):
+        build_engine(target, graphs="always", **settings)  # type: ignore[arg-type]
+    assert isinstance(build_engine(target, graphs="compiled", **settings).runner, CompiledRunner)

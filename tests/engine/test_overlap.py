@@ -131,7 +131,11 @@ class NoDynamicShapes(TorchDispatchMode):
         masks = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
             i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
         )
-        repeats = name == "repeat_interleave" and func._overloadname.endswith("Tensor") and not (kwargs or {}).get("output_size")
+        repeats = (
+            name == "repeat_interleave"
+            and func._overloadname.endswith("Tensor")
+            and not (kwargs or {}).get("output_size")
+        )
         if name in DYNAMIC or masks or repeats:
             raise DeviceRead(str(func))
         return func(*args, **(kwargs or {}))
@@ -169,8 +173,12 @@ EVERYTHING = SamplingParams(
 )
 
 
-@pytest.mark.skipif(not native.available(), reason="torch's reference attention reads lengths; CUDA has a kernel of its own")
-@pytest.mark.parametrize("drafter", ["none", "prompt-lookup", "dspark", "dspark-rnn", "dspark-gated", "dspark-reduced", "dflash"])
+@pytest.mark.skipif(
+    not native.available(), reason="torch's reference attention reads lengths; CUDA has a kernel of its own"
+)
+@pytest.mark.parametrize(
+    "drafter", ["none", "prompt-lookup", "dspark", "dspark-rnn", "dspark-gated", "dspark-reduced", "dflash"]
+)
 @pytest.mark.parametrize("uniform", [False, True])
 def test_no_step_reads_the_device(drafter: str, uniform: bool) -> None:
     """Prompt chunks, ragged widths, every sampling stage, log-probs; limits that cut widths are padding, not a read."""

@@ -137,8 +137,8 @@ def _take(run: Run, report: StepReport, wall_ms: float) -> None:
     run.host_ms.append(wall_ms - sum(stages[name] for name in PASSES))
     run.target_ms.append(stages["target"])
     run.draft_ms.append(stages["draft"])
-    if decision.predicted_ms:
-        run.predicted.append(decision.predicted_ms / report.measured_ms)
+    if report.plan.predicted_ms:
+        run.predicted.append(report.plan.predicted_ms / report.measured_ms)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,6 @@ from surefoot.drafters.base import Drafter
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.device import CudaDevice, Device, InlineDevice
 from surefoot.engine.engine import Engine, EngineConfig
-from surefoot.engine.graphs import GraphMode
 from surefoot.engine.policy import PlannerName, WidthPolicy
 from surefoot.errors import CalibrationError, ConfigurationError, DrafterError
 from surefoot.kernels.linear import Quantization
@@ -45,7 +43,6 @@ def build_engine(
     cost_table: str | Path = "auto",
     calibration: str | Path | None = None,
     threads: int | None = None,
-    graphs: GraphMode | None = None,
     config: EngineConfig | None = None,
     **policy_options: Any,
 ) -> Engine:
@@ -65,10 +62,6 @@ def build_engine(
         target = model
     else:
         target = load_target(str(model), dtype=dtype, device=str(where))
-        if quantize not in (None, "int8"):
-            raise ConfigurationError(
-                f"quantize is {quantize!r}; allowed: int8; leave it out for the weights as they are"
-            )
         applied = optimise(target.model, quantize=cast("Quantization | None", quantize))
         if quantize is not None and not applied:
             raise ConfigurationError(
@@ -78,8 +71,6 @@ def build_engine(
     if isinstance(chosen, DSparkDrafter):
         optimise_drafter(chosen.model)
     config = config or EngineConfig()
-    if graphs is not None:
-        config = replace(config, graphs=graphs)
     backend: Device = CudaDevice(where) if where.type == "cuda" else InlineDevice()
     policy = make_policy(
         target,
@@ -155,7 +146,9 @@ def _cost_table(
         return None
     if isinstance(wanted, CostTable):
         return wanted
-    measured = fingerprint(target, drafter, max_num_seqs=config.max_num_seqs, block_size=config.block_size)
+    measured = fingerprint(
+        target, drafter, max_num_seqs=config.max_num_seqs, block_size=config.block_size, graphs=config.graphs
+    )
     return find_table(measured) if wanted == "auto" else load_table(wanted, measured)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from surefoot.cache.paged import PagedCache
 from surefoot.errors import ConfigurationError
+from surefoot.kernels.attention import capturable
 from surefoot.kernels.packing import FlatBatch
 from surefoot.targets.target import Target, TargetOutput
 
@@ -60,7 +61,12 @@ def runner_for(target: Target, mode: GraphMode, max_tokens: int) -> TargetRunner
         return CompiledRunner(target, sizes)
     if mode not in ("auto", "eager"):
         raise ConfigurationError(f"graphs is {mode!r}; allowed: auto, eager, and on a CPU compiled")
-    return CudaGraphRunner(target, sizes) if cuda and mode == "auto" else EagerRunner(target)
+    if not cuda or mode == "eager":
+        return EagerRunner(target)
+    if not capturable():
+        log.warning("CUDA graphs need the Triton attention kernel: install triton. Passes run eagerly until then")
+        return EagerRunner(target)
+    return CudaGraphRunner(target, sizes)
 
 
 def _bucket(sizes: Sequence[int], rows: int) -> int:
@@ -95,12 +101,18 @@ class CompiledRunner(EagerRunner):
     """
 
     def __init__(
-        self, target: Target, buckets: Sequence[int], compile: Callable[..., Any] = torch.compile, limit: int | None = None
+        self,
+        target: Target,
+        buckets: Sequence[int],
+        compile: Callable[..., Any] = torch.compile,
+        limit: int | None = None,
     ) -> None:
         super().__init__(target, buckets)
         self._eager = [(layer, layer.forward) for layer in target.decoder_layers]
         # Every bucket is a specialisation of its own.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit or 4 * len(self.buckets) + 8)
+        torch._dynamo.config.recompile_limit = max(
+            torch._dynamo.config.recompile_limit, limit or 4 * len(self.buckets) + 8
+        )
         for layer, forward in self._eager:
             layer.forward = compile(forward, dynamic=False)
 

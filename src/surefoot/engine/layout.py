@@ -56,9 +56,7 @@ def check_layout(
             check(slots[row] == slot, f"row {row} belongs to slot {slots[row]}")
             check(positions[row] == position, f"row {row} stands at position {positions[row]}, expected {position}")
             check(visible[row] == position + 1, f"row {row} sees {visible[row]} positions, expected {position + 1}")
-            check(
-                tokens[row] == history[slot][position], f"row {row} carries another token than the history"
-            )
+            check(tokens[row] == history[slot][position], f"row {row} carries another token than the history")
             for group, places in enumerate(cache_slots):
                 place = (group, places[row])
                 check(place[1] >= cache.block_size, f"row {row} writes into the scratch block of group {group}")

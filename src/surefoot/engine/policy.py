@@ -62,6 +62,7 @@ class Plan:
     suspended: bool = False  # nobody is drafted because drafting does not pay
     paused: int = 0  # requests whose breaker is open
     seats: list[Seat] = field(default_factory=list)  # [D] where their survivals are published
+    predicted_ms: float | None = None  # for the rows that ran, once the step is observed
 
     @property
     def budget(self) -> int:
@@ -234,6 +235,7 @@ class WidthPolicy:
         measured = outputs.device_ms + host_ms
         decision = plan.decision
         assert decision is not None  # the step has asked
+        plan.predicted_ms = self._predicted_ms(plan, decision, sum(widths))
         self.statistics.record(
             StepRecord(
                 blocks=[
@@ -244,21 +246,29 @@ class WidthPolicy:
                 ],
                 reason=decision.reason,
                 stale_lag=decision.stale_lag,
-                predicted_ms=decision.predicted_ms,
+                predicted_ms=plan.predicted_ms,
                 measured_ms=measured,
                 graph_hit=outputs.replayed,
                 prefill=plan.load.prefill_tokens > 0,
                 breakers=Counter(part.request.breaker.state for part in parts if part.request.breaker is not None),
             )
         )
-        if self.drift is not None and decision.predicted_ms and not plan.load.prefill_tokens:
-            rescale = self.drift.observe(decision.predicted_ms, measured)
+        if self.drift is not None and plan.predicted_ms and not plan.load.prefill_tokens:
+            rescale = self.drift.observe(plan.predicted_ms, measured)
             if rescale is not None:
                 log.info("%s", rescale)
                 self.statistics.rescales += 1
                 self.stale.table = self.drift.table
                 if self.current is not None:
                     self.current.table = self.drift.table
+
+    def _predicted_ms(self, plan: Plan, decision: Decision, verified: int) -> float | None:
+        """The prediction, for the rows that were there: a drafter may have proposed less than was planned for."""
+        table, load = self.stale.table, plan.load
+        if table is None or decision.predicted_ms is None or verified == decision.budget:
+            return decision.predicted_ms
+        rows = load.requests + load.prefill_tokens + verified
+        return float(table.step_costs(load.requests, rows, 1, load.context, len(load.limits))[0])
 
     def describe(self) -> str:
         """What decides the widths, in one line."""

@@ -67,7 +67,7 @@ class StepReport:
             "suspended": plan.suspended,
             "stale_lag": decision.stale_lag,
             "expected_tokens": decision.expected_tokens,
-            "predicted_ms": decision.predicted_ms,
+            "predicted_ms": plan.predicted_ms,
             "measured_ms": round(self.measured_ms, 4),
             "host_ms": round(self.host_ms, 4),
             "stages_ms": {stage: round(ms, 4) for stage, ms in (outputs.laps or {}).items()},

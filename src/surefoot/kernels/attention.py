@@ -6,6 +6,9 @@ that slot (its own key is the last of them). One call serves prefill chunks, anc
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -53,7 +56,10 @@ def paged_attention(
         return torch.ops.surefoot.paged_attention(
             query, key_cache, value_cache, block_table, row_slot, kv_lens, block_size, scaling, window, softcap, sinks
         )
-    return paged_attention_reference(
+    run = paged_attention_reference
+    if query.device.type == "cuda" and capturable():
+        from surefoot.kernels.triton_attention import paged_attention_triton as run
+    return run(
         query,
         key_cache,
         value_cache,
@@ -66,6 +72,12 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
     )
+
+
+@cache
+def capturable() -> bool:
+    """Whether attention on CUDA can be captured in a graph: the Triton kernel can; the reference reads lengths back."""
+    return find_spec("triton") is not None
 
 
 def paged_attention_reference(

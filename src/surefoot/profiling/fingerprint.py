@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 Fingerprint = dict[str, Any]
 
 
-def fingerprint(target: Target, drafter: Drafter | None, *, max_num_seqs: int, block_size: int) -> Fingerprint:
+def fingerprint(
+    target: Target, drafter: Drafter | None, *, max_num_seqs: int, block_size: int, graphs: str = "auto"
+) -> Fingerprint:
     """Everything that decides what a step of this engine costs, in plain JSON data."""
     device = target.device
     info = read_cpuinfo()
@@ -51,6 +53,7 @@ def fingerprint(target: Target, drafter: Drafter | None, *, max_num_seqs: int, b
         "gamma": drafter.gamma if drafter else 0,
         "max_num_seqs": max_num_seqs,
         "block_size": block_size,
+        "graphs": graphs,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "surefoot": surefoot.__version__,

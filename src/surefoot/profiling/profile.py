@@ -76,8 +76,11 @@ class Samples:
         self.draft[requests].append(draft)
         self.overhead[requests].append(report.measured_ms - draft - verify)
 
-    def table(self, fingerprint: dict[str, Any], gamma: int) -> CostTable:
-        """Medians of repeats; V is the mean over the mixes of widths that were measured."""
+    def table(self, fingerprint: dict[str, Any], gamma: int, padded: bool = False) -> CostTable:
+        """Medians of repeats; V is the mean over the mixes of widths that were measured.
+
+        Where passes are padded V is a staircase, elsewhere linear between the buckets.
+        """
         contexts = sorted({context for context, _ in self.verify})
         buckets = sorted(set.intersection(*({rows for c, rows in self.verify if c == context} for context in contexts)))
         curves = [
@@ -91,7 +94,7 @@ class Samples:
         return CostTable(
             token_buckets=tuple(buckets),
             verify_ms=tuple(map(tuple, curves)),
-            captured_tokens=0,  # rows are not padded here, so V is linear between the buckets
+            captured_tokens=None if padded else 0,
             draft_requests=tuple(sizes),
             draft_ms=tuple(draft.tolist()),
             context_lengths=tuple(contexts),
@@ -156,13 +159,17 @@ def buckets_up_to(rows: int) -> list[int]:
     return sorted({size for size in (*powers, *halfway, rows) if size <= rows})
 
 
-def points_of(contexts: tuple[int, ...], max_num_seqs: int, gamma: int) -> list[Point]:
+def points_of(
+    contexts: tuple[int, ...], max_num_seqs: int, gamma: int, bucket: Callable[[int], int] = lambda rows: rows
+) -> list[Point]:
     """Every bucket at every context, by as few requests as can bring so many rows and by as many.
 
     Where everybody has drafts to verify anyway, one mix is enough.
     """
     points = []
-    for rows in buckets_up_to(max_num_seqs * (gamma + 1)):
+    limit = max_num_seqs * (gamma + 1)
+    # Where passes are padded, only padded sizes have a time of their own.
+    for rows in sorted({min(bucket(size), limit) for size in buckets_up_to(limit)}):
         most = min(rows, max_num_seqs)
         mixes = {most} if rows > max_num_seqs else {-(-rows // (gamma + 1)), most}
         points += [Point(context, rows, requests) for context in contexts for requests in sorted(mixes)]
@@ -202,16 +209,20 @@ def profile(
         raise ConfigurationError("only an idle engine can be profiled: wait for its requests or cancel them")
     start = time.perf_counter()
     lengths = _contexts_that_fit(engine, contexts)
-    points = points_of(lengths, engine.config.max_num_seqs, engine.gamma)
+    points = points_of(lengths, engine.config.max_num_seqs, engine.gamma, engine.runner.bucket)
     with _Bench(engine) as bench:
         _measure(bench, points, lengths, budget_s, progress)
     config = engine.config
     measured = fingerprint(
-        engine.target, engine.drafter, max_num_seqs=config.max_num_seqs, block_size=config.block_size
+        engine.target,
+        engine.drafter,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        graphs=config.graphs,
     )
     counts = bench.counts.values()
     return Profile(
-        bench.samples.table(measured, engine.gamma),
+        bench.samples.table(measured, engine.gamma, any(engine.runner.bucket(size) > size for size in range(1, 33))),
         engine.gamma,
         time.perf_counter() - start,
         sum(counts),
@@ -357,6 +368,8 @@ class _NoTarget:
 
     def bucket(self, rows: int) -> int:
         return rows
+
+    def prepare(self, cache: PagedCache, feature_layers: tuple[int, ...]) -> None: ...
 
     def run(self, batch: FlatBatch, cache: PagedCache, feature_layers: tuple[int, ...]) -> TargetOutput:
         logits = batch.token_ids.new_zeros(len(batch.logit_rows), self._vocab, dtype=self._like.dtype)

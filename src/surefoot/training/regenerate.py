@@ -11,6 +11,7 @@ import numpy as np
 
 from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.request import Request
 from surefoot.sampling import SamplingParams
 from surefoot.targets.target import Target
 from surefoot.training import builtin
@@ -22,6 +23,8 @@ from surefoot.training.prompts import Prompt, read_prompts, shingles, tokenizer_
 
 SHARD = 256
 """Documents per file: what an interruption can cost."""
+SHORTEST = 16
+"""Tokens that a continuation must have to be kept when the time is up."""
 
 
 def generation_engine(target: Target, options: DataOptions, drafter: Any = "none") -> Engine:
@@ -52,7 +55,7 @@ def regenerate(
     the run was interrupted does not show. Every prompt is continued at one of the temperatures, in turn.
 
     Args:
-        deadline: `time.monotonic()` after which no more than what is finished is kept.
+        deadline: `time.monotonic()` at which generation stops, in the middle of the running texts.
         share: (rank, ranks) of several processes that split the prompts.
     """
     rows = list(enumerate(read_lines(prompts)))[share[0] :: share[1]]
@@ -76,6 +79,12 @@ def regenerate(
             if len(running) >= 2 * options.batch:
                 return
 
+    def keep(index: int, request: Request) -> None:
+        nonlocal complete
+        whole = [*request.prompt_token_ids, *request.output.token_ids]
+        finished.append(Document(index, len(request.prompt_token_ids), np.array(whole)))
+        complete += 1
+
     try:
         feed()
         while running and (deadline is None or time.monotonic() < deadline):
@@ -83,10 +92,7 @@ def regenerate(
                 tokens += len(event.token_ids)
                 if event.finish_reason is None:
                     continue
-                index = running.pop(request.request_id)
-                whole = [*request.prompt_token_ids, *request.output.token_ids]
-                finished.append(Document(index, len(request.prompt_token_ids), np.array(whole)))
-                complete += 1
+                keep(running.pop(request.request_id), request)
                 if len(finished) >= SHARD:
                     flush()
             if len(running) < options.batch + options.batch // 2:
@@ -96,6 +102,10 @@ def regenerate(
             progress.update(
                 max(complete / total, spent), f"{complete}/{total} prompts, {tokens} tokens, {rate:.0f} tok/s"
             )
+        for request_id, index in running.items():  # out of time: a text that is cut short teaches as well
+            request = engine.requests[request_id]
+            if request.num_output >= SHORTEST:
+                keep(index, request)
         flush()
     finally:
         for request_id in running:

@@ -194,14 +194,14 @@ class Trainer:
         began, first, saved = time.monotonic(), self.anchors, time.monotonic()
         if anchors is not None:
             self.total = anchors
-        warm = (self.number, self.anchors, began)
+        warm: tuple[int, int, float] | None = None
         recent: list[dict[str, float]] = []
         marks = int(self.anchors / self.total / validate_every) if self.total else 0
         while self.total is None or self.anchors < self.total:
             recent = [*recent[-19:], self.step()]
             now = time.monotonic()
             if self.total is None:
-                if self.number == warm[0] + 1:  # the first step compiles and allocates; it is not measured
+                if warm is None:  # the first step compiles and allocates; it is not measured
                     warm = (self.number, self.anchors, now)
                 elif self.number > warm[0] + WARM_UP_STEPS or now - began > 60 * (minutes or 0) / 3:
                     rate = (self.anchors - warm[1]) / max(now - warm[2], 1e-9)

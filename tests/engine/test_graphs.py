@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from surefoot.cache.paged import PagedCache
-from surefoot.engine.assembly import build_engine
-from surefoot.engine.engine import EngineConfig
 from surefoot.engine.graphs import CAPTURE_SIZES, CompiledRunner, CudaGraphRunner, EagerRunner, runner_for
 from surefoot.errors import ConfigurationError
 from surefoot.kernels.packing import FlatBatch
@@ -178,8 +176,7 @@ def test_compiled_layers_serve_the_same_texts() -> None:
 
 def test_graphs_is_an_option_of_the_engine() -> None:
     target = tiny_target.__wrapped__("llama")
-    settings: dict[str, Any] = {"drafter": "none", "cost_table": "none", "config": EngineConfig(max_model_len=64)}
-    assert isinstance(build_engine(target, **settings).runner, EagerRunner)
+    assert isinstance(build(target, "none").runner, EagerRunner)
     with pytest.raises(ConfigurationError, match="graphs is 'always'"):
-        build_engine(target, graphs="always", **settings)  # type: ignore[arg-type]
-    assert isinstance(build_engine(target, graphs="compiled", **settings).runner, CompiledRunner)
+        build(target, "none", graphs="always")
+    assert isinstance(build(target, "none", graphs="compiled").runner, CompiledRunner)

@@ -36,7 +36,7 @@ def test_two_thousand_requests_with_cancels(overlapped: bool) -> None:
         table=fuzz.STAIRCASE,
         max_num_seqs=CONCURRENCY,
         max_model_len=fuzz.MODEL_LEN,
-        num_blocks=80,  # of the 240 that sixteen requests could want
+        num_blocks=40,  # of the 240 that sixteen requests could want
         check_layout=False,
     )
     alive = {}

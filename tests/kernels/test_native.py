@@ -12,7 +12,7 @@ from surefoot.kernels import native
 from surefoot.kernels.attention import paged_attention
 from surefoot.kernels.elementwise import add_rms_norm, gated_activation, rms_norm, rotary
 from surefoot.kernels.linear import PackedLinear, linear_argmax
-from surefoot.kernels.sampling import sample_rows, softmax_rows
+from surefoot.kernels.sampling import argmax_rows, sample_rows, softmax_rows
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no compiler")
 
@@ -86,6 +86,7 @@ def calls():
         (lambda t, c, s: rotary(t.view(3, 2, 4), c, s), (x, cos, sin)),
         (gated_activation, (x,)),
         (softmax_rows, (x, torch.ones(3))),
+        (argmax_rows, (x,)),
         (sample_rows, (x.softmax(-1), torch.rand(3))),
         (
             lambda q, c, t, r, n: paged_attention(q.view(3, 2, 4), c, c, t, r, n, block_size=4, scaling=0.5),

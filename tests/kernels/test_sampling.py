@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from surefoot.kernels import native
-from surefoot.kernels.sampling import sample_rows, sample_rows_reference, softmax_rows, softmax_rows_reference
+from surefoot.kernels.sampling import (
+    argmax_rows,
+    sample_rows,
+    sample_rows_reference,
+    softmax_rows,
+    softmax_rows_reference,
+)
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no compiler")
 
@@ -40,6 +46,18 @@ def test_temperature_zero_keeps_the_first_of_equals():
     logits[0, 5000:] = 1
     assert softmax_rows(logits, torch.zeros(2)).argmax(1).tolist() == [5000, 0]
     assert softmax_rows(logits, torch.zeros(2)).sum(1).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 4096, 4103, 9001])
+def test_argmax_is_the_first_of_the_largest(size, dtype):
+    torch.manual_seed(size)
+    logits = torch.randn(6, size).to(dtype)
+    logits[0] = 3  # all equal
+    logits[1, size // 2 :] = 9
+    logits[2] = -torch.inf
+    wanted = [min(j for j in range(size) if row[j] == row.max()) for row in logits]
+    assert argmax_rows(logits).tolist() == wanted
 
 
 @needs_native

@@ -36,7 +36,7 @@ def some_text(target: Target, count: int, seed: int = 0, longest: int = 40) -> C
 
 def options(**changes: Any) -> TrainingOptions:
     settings: dict[str, Any] = {
-        "row_tokens": 48, "row_anchors": 8, "batch_rows": 2, "round_batches": 2, "lr": 3e-3, "precision": "float32",
+        "row_tokens": 48, "row_anchors": 8, "batch_rows": 2, "held_batches": 4, "reuse": 2, "lr": 3e-3, "precision": "float32",
     }  # fmt: skip
     return TrainingOptions(**{**settings, **changes})
 

@@ -38,7 +38,7 @@ def a_run(prompts: Path, **changes: Any) -> Run:
         "shape": DrafterShape(layers=1, gamma=3, rank=4, vocab=50),
         "data": DataOptions(sources=(str(prompts),), held_out=0.3, max_prompt=12, max_new=16, batch=8),
         "training": TrainingOptions(
-            row_tokens=64, row_anchors=8, batch_rows=2, round_batches=2, lr=3e-3, precision="float32"
+            row_tokens=64, row_anchors=8, batch_rows=2, held_batches=4, reuse=2, lr=3e-3, precision="float32"
         ),
         "budget": Budget(anchors=300),
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from surefoot.drafters.checkpoint import load_drafter, save_drafter
 from surefoot.drafters.dspark import block_mask
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
-from surefoot.training.batches import Anchors, collate, pick_anchors
+from surefoot.training.batches import Anchors, collate, pick_anchors, plan
 from surefoot.training.corpus import Corpus, Document
 from surefoot.training.features import TargetReader, choose_words
 from surefoot.training.network import block_hidden
@@ -287,10 +289,25 @@ def test_a_drafter_begins_as_its_target_s_last_layers() -> None:
     assert torch.equal(model.fc.weight[:, -32:], torch.eye(32))
     assert model.config.sandwich_norms
     assert model.config.embedding_scale == pytest.approx(32**0.5, rel=1e-3)
-    assert float(model.markov_head.markov_w1.weight[words.seen].std()) > 0
+    assert float(model.markov_head.markov_w1.weight[words.seen].detach().std()) > 0
 
 
 # -- plans and options -------------------------------------------------------------------------------------------------
+
+
+def test_every_batch_is_read_once_and_used_as_often_as_asked() -> None:
+    lengths = np.full(40, 20)
+    steps = list(islice(plan(lengths, options(reuse=3, held_batches=7)), 200))
+    uses = Counter(step.batch for step in steps)
+    assert all(uses[batch] == 3 for batch in range(50))
+    for step in steps:
+        assert step.batch - step.oldest < 7
+    first = [next(i for i, step in enumerate(steps) if step.batch == batch) for batch in range(50)]
+    assert first == sorted(first)
+    for batch in range(50):  # no use of a batch after it may have been dropped
+        assert not any(step.batch == batch for step in steps if step.oldest > batch)
+    documents = Counter(i for step in steps if step.batch < 10 for row in step.rows for i in row)
+    assert set(documents.values()) == {3}  # ten batches of two rows of two documents are one epoch
 
 
 def test_anchors_lie_in_the_continuation_and_blocks_end_with_the_text() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surefoot.kernels.sampling import sample_rows, softmax_rows
+from surefoot.kernels.sampling import argmax_rows, sample_rows, softmax_rows
 from surefoot.speculation.acceptance import Proposal
 from surefoot.speculation.uniforms import Purpose, uniforms
 
@@ -170,7 +170,7 @@ class BlockSampler:
 
     def draw(self, k: int, logits: Tensor) -> Tensor:
         if self._flags.greedy:
-            index = logits.argmax(-1)
+            index = argmax_rows(logits)
         else:
             seen = self._lengths + k
             probs = processed(

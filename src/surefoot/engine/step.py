@@ -19,7 +19,7 @@ from surefoot.engine.distribution import BlockSampler, SamplingFlags, processed
 from surefoot.engine.graphs import TargetRunner
 from surefoot.engine.state import DeviceState, StateUpdates, to_device
 from surefoot.kernels.packing import FlatBatch, rows_of
-from surefoot.kernels.sampling import sample_rows
+from surefoot.kernels.sampling import argmax_rows, sample_rows
 from surefoot.speculation.acceptance import Proposal, Verdict, accept_greedy, accept_sampled
 from surefoot.speculation.allocation import allocate
 from surefoot.speculation.estimator import ConfidenceSource
@@ -249,7 +249,7 @@ class DecodeStep:
         if not emitting:
             return Verdict(slots.new_zeros(0), slots.new_zeros(0))
         if inputs.flags.greedy:
-            return accept_greedy(logits.argmax(-1), anchor_row, draft.tokens, widths[:drafted])
+            return accept_greedy(argmax_rows(logits), anchor_row, draft.tokens, widths[:drafted])
         row_slot, positions = batch.row_slot[batch.logit_rows], batch.positions[batch.logit_rows]
         target_probs = processed(logits, self.state.sampling, inputs.flags, self.state.history, row_slot, positions + 1)
         seeds = self.state.sampling.seed[slots[:emitting]]

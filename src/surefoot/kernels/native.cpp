@@ -820,6 +820,39 @@ Tensor softmax_rows(const Tensor& logits_, const Tensor& temperature_) {
   return probs;
 }
 
+// First index of the largest logit of every row: [L, V] -> [L] int64.
+Tensor argmax_rows(const Tensor& logits_) {
+  const Tensor logits = logits_.contiguous();
+  const int64_t rows = logits.size(0), size = logits.size(1), blocks = (size + BLOCK - 1) / BLOCK;
+  Tensor index = at::empty({rows}, logits.options().dtype(at::kLong));
+  int64_t* to = index.mutable_data_ptr<int64_t>();
+  std::vector<float> peak(rows * blocks);
+  with_dtype(logits, [&](auto* from) {
+    split(rows * blocks, rows * size, [&](int64_t first, int64_t last) {
+      for (int64_t b = first; b < last; ++b) {
+        const auto* row = from + b / blocks * size;
+        const int64_t begin = b % blocks * BLOCK, end = std::min(size, begin + BLOCK);
+        V best = splat(NONE);
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) best = maximum(best, read(row + i));
+        peak[b] = top(best);
+        for (; i < end; ++i) peak[b] = std::max(peak[b], (float)row[i]);
+      }
+    });
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* peaks = peak.data() + r * blocks;
+      const int64_t block = std::max_element(peaks, peaks + blocks) - peaks;  // the first of equals
+      to[r] = 0;
+      for (int64_t i = block * BLOCK; i < std::min(size, (block + 1) * BLOCK); ++i)
+        if ((float)from[r * size + i] == peaks[block]) {
+          to[r] = i;
+          break;
+        }
+    }
+  });
+  return index;
+}
+
 // First index whose cumulative probability exceeds u * total, sums in float64 and in index order; -1 for a row without mass.
 Tensor sample_rows(const Tensor& probs_, const Tensor& uniforms_) {
   const Tensor probs = probs_.contiguous(), uniforms = uniforms_.to(at::kDouble).contiguous();
@@ -869,6 +902,7 @@ TORCH_LIBRARY(surefoot, m) {
   m.def("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   m.def("gated_activation(Tensor gate_up, bool gelu) -> Tensor");
   m.def("softmax_rows(Tensor logits, Tensor temperature) -> Tensor");
+  m.def("argmax_rows(Tensor logits) -> Tensor");
   m.def("sample_rows(Tensor probs, Tensor uniforms) -> Tensor");
 }
 
@@ -881,5 +915,6 @@ TORCH_LIBRARY_IMPL(surefoot, CPU, m) {
   m.impl("rotary", &rotary);
   m.impl("gated_activation", &gated_activation);
   m.impl("softmax_rows", &softmax_rows);
+  m.impl("argmax_rows", &argmax_rows);
   m.impl("sample_rows", &sample_rows);
 }

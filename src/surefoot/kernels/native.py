@@ -154,6 +154,10 @@ def _register_fakes() -> None:
     def softmax_rows(logits: Tensor, temperature: Tensor) -> Tensor:
         return logits.new_empty(logits.shape, dtype=torch.float32)
 
+    @fake("argmax_rows")
+    def argmax_rows(logits: Tensor) -> Tensor:
+        return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
     @fake("sample_rows")
     def sample_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
         return probs.new_empty(probs.shape[0], dtype=torch.int64)

@@ -33,6 +33,13 @@ def softmax_rows_reference(logits: Tensor, temperature: Tensor) -> Tensor:
     return torch.where(heat > 0, warm, greedy)
 
 
+def argmax_rows(logits: Tensor) -> Tensor:
+    """Index of the largest logit of every row, the first one of several: [L, V] floating -> [L] int64."""
+    if native.usable(logits):
+        return torch.ops.surefoot.argmax_rows(logits)
+    return logits.argmax(-1)
+
+
 def sample_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
     """One draw per row by inverting the cumulative distribution.
 

@@ -18,15 +18,15 @@ from surefoot.training.features import MAX_DOCUMENTS, Row
 from surefoot.training.options import TrainingOptions
 
 Ints = npt.NDArray[np.int64]
-_ORDER, _ROUND, _ANCHORS = range(3)  # what a random stream is for
+_ORDER, _ANCHORS = range(2)  # what a random stream is for
 
 
 @dataclass(frozen=True)
 class Step:
     """One optimiser step of the plan."""
 
-    round: int  # rows of one round are trained on several times while their features are held
-    batch: int  # number of the batch in its round
+    batch: int  # number of the batch, in the order they are read
+    oldest: int  # batches before this one are not used any more
     rows: list[list[int]]  # [batch_rows] document numbers
 
 
@@ -43,22 +43,33 @@ def pack_rows(lengths: Ints, order: Ints, row_tokens: int) -> list[list[int]]:
     return rows
 
 
-def plan(lengths: Ints, options: TrainingOptions) -> Iterator[Step]:
-    """The endless sequence of steps over documents of these lengths."""
-    round_number = epoch = 0
+def batches(lengths: Ints, options: TrainingOptions) -> Iterator[list[list[int]]]:
+    """The endless sequence of batches over documents of these lengths, every epoch packed in another order."""
+    epoch = 0
     while True:
         order = np.random.default_rng([options.seed, _ORDER, epoch]).permutation(len(lengths))
         rows = pack_rows(lengths, order, options.row_tokens)
         rows += [rows[i % len(rows)] for i in range(-len(rows) % options.batch_rows)]  # the last batch is filled up
-        batches = [rows[i : i + options.batch_rows] for i in range(0, len(rows), options.batch_rows)]
-        for first in range(0, len(batches), options.round_batches):
-            held = batches[first : first + options.round_batches]
-            for repeat in range(options.reuse):
-                shuffle = np.random.default_rng([options.seed, _ROUND, round_number, repeat])
-                for number in shuffle.permutation(len(held)).tolist():
-                    yield Step(round_number, number, held[number])
-            round_number += 1
+        for first in range(0, len(rows), options.batch_rows):
+            yield rows[first : first + options.batch_rows]
         epoch += 1
+
+
+def plan(lengths: Ints, options: TrainingOptions) -> Iterator[Step]:
+    """The endless sequence of steps: a rolling buffer of `held_batches`, each of which is trained on `reuse` times.
+
+    Whenever a batch is read, one step is taken on it and on those of evenly spaced ages. So the uses of a batch lie far
+    apart, and neighbouring steps see different text, although the target runs once per batch.
+    """
+    spacing = max(1, options.held_batches // options.reuse)
+    reach = spacing * (options.reuse - 1)
+    held: dict[int, list[list[int]]] = {}
+    for newest, rows in enumerate(batches(lengths, options)):
+        held[newest] = rows
+        oldest = max(0, newest - reach)
+        for batch in range(newest, oldest - 1, -spacing):
+            yield Step(batch, oldest, held[batch])
+        held.pop(newest - reach, None)
 
 
 @dataclass(frozen=True)

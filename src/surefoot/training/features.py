@@ -1,7 +1,7 @@
 """Stage *features*: the words a drafter may propose, and the target's hidden states and distributions for packed rows.
 
-Hidden states are never stored: a row's are read by one target pass when it is trained on, kept for as long as its round
-lasts, and dropped. Labels are the target's own distributions, so every anchor of every text is a full lesson, whoever
+Hidden states are never stored: a row's are read by one target pass when it is first trained on, kept in memory until its
+last use, and dropped. Labels are the target's own distributions, so every anchor of every text is a full lesson, whoever
 wrote the text.
 """
 

@@ -72,22 +72,26 @@ class TrainingOptions:
     clip: float = 1.0  # largest gradient norm
     position_decay: float = 4.0  # block position k weighs exp(-(k - 1) / position_decay)
     row_tokens: int = 512
-    row_anchors: int = 128
-    batch_rows: int = 8
+    row_anchors: int = 192
+    batch_rows: int = 4
     accumulate: int = 1  # micro-batches per step
-    reuse: int = 2  # times a row is trained on, with fresh anchors, per target pass
-    round_batches: int = 4  # batches whose features are held at once
+    reuse: int = 4  # times a row is trained on, with fresh anchors, per target pass
+    held_batches: int = 8  # batches whose features and labels are in memory (32 KiB a token with 16k words)
     average: float = 0.0  # decay of the running average of the weights; 0: none
     precision: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("row_tokens", "row_anchors", "batch_rows", "accumulate", "reuse", "round_batches"):
+        for name in ("row_tokens", "row_anchors", "batch_rows", "accumulate", "reuse", "held_batches"):
             _within(name, getattr(self, name), 1, 1 << 30)
         if self.batch_rows % self.accumulate:
             raise ConfigurationError(
                 f"batch_rows {self.batch_rows} cannot be split into {self.accumulate} equal micro-batches: "
                 "make it a multiple of accumulate"
+            )
+        if self.held_batches < self.reuse:
+            raise ConfigurationError(
+                f"held_batches {self.held_batches} is less than reuse {self.reuse}: every use of a batch needs it held"
             )
         if not 0 <= self.average < 1:
             raise ConfigurationError(f"average is {self.average}; allowed: a decay from 0 (off) to below 1")

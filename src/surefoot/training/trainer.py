@@ -119,7 +119,7 @@ class Trainer:
         self.total: int | None = None  # anchors of the whole run, once known
         self.curve: list[dict[str, Any]] = []
         self._plan = plan(self.corpus.lengths, options)
-        self._held: tuple[int, dict[int, list[Row]]] = (-1, {})
+        self._held: dict[int, list[Row]] = {}  # by batch
         self._validation: list[tuple[Batch, Tensor]] | None = None
 
     # -- one step ----------------------------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ class Trainer:
         return {"loss": loss, "acceptance": accepted, "gradient": norm}
 
     def _rows(self, step: Step, mine: range) -> list[Row]:
-        """This rank's rows of the batch, read when their round begins and kept until it ends."""
-        if self._held[0] != step.round:
-            self._held = (step.round, {})
-        held = self._held[1]
+        """This rank's rows of the batch, read when they are first needed and kept until their last use."""
+        held = self._held
+        for batch in [batch for batch in held if batch < step.oldest]:
+            del held[batch]
         if step.batch not in held:
             documents = self.corpus.documents
             held[step.batch] = [self.reader.read([documents[i] for i in step.rows[row]]) for row in mine]

@@ -25,7 +25,7 @@ from tests.tiny_models import tiny_target
 
 VOCAB = 16
 MODEL_LEN = 48
-LONGEST = 16  # output tokens
+LONGEST = 22  # output tokens
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [3, 1, 4, 1, 5, 2, 2], [7] * 21, [])
 STAIRCASE = CostTable((1, 2, 4, 8, 16, 64), ((1.0, 1.05, 1.3, 2.1, 4.0, 16.0),), (1, 8), (0.2, 0.4))
 EVENTS: Counter[str] = Counter()  # of the whole session
@@ -103,7 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
             widths = None
         elif widths is not None:
             widths = ",".join(str(min(int(width), gamma)) for width in widths.split(","))
-        crowded, loop = pick([True, True, False]), pick(["plain", "late", "early"])
+        crowded, loop = pick([True, True, True, False]), pick(["plain", "late", "early"])
         longest = MODEL_LEN + 2 * (gamma + 1)
         self.engine = build(
             target(self.architecture),
@@ -115,8 +115,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=slots,
             max_model_len=MODEL_LEN,
             block_size=block_size,
-            num_blocks=-(-longest // block_size) + 2 if crowded else None,
-            prefix_reuse=pick([True, True, False]),
+            num_blocks=-(-longest // block_size) + 1 if crowded else None,
+            prefix_reuse=pick([True, False]),
             uniform_widths=pick([False, False, True]),
             max_num_batched_tokens=slots * (gamma + 1) + pick([1, 64]),
             check_layout=True,
@@ -143,7 +143,7 @@ class EngineMachine(RuleBasedStateMachine):
     def storm(self, seed: int) -> None:
         """Much of everything; hypothesis alone likes its runs short."""
         random = Random(seed)
-        for _ in range(20):
+        for _ in range(32):
             action = random.random()
             if action < 0.3 and len(self.alive) < 8:
                 self.enter(random)
@@ -266,7 +266,7 @@ def machine_settings(examples: int, steps: int) -> settings:
 
 
 EngineMachine.TestCase.settings = machine_settings(24, 20)
-ModelMachine.TestCase.settings = machine_settings(8, 8)
+ModelMachine.TestCase.settings = machine_settings(8, 6)
 TestFuzz = EngineMachine.TestCase
 TestFuzzModels = ModelMachine.TestCase
 
@@ -275,9 +275,15 @@ def test_the_fuzz_was_worth_its_name() -> None:
     """Runs behind the two above: everything a life can hold has happened, and often."""
     if not EVENTS:
         pytest.skip("the fuzz did not run in this session")
-    assert EVENTS["steps"] + EVENTS["joins"] > 4000, EVENTS
-    for kind in ("preemptions", "prefix hits", "accepted drafts", "ended: length", "ended: stop"):
+    assert EVENTS["steps"] + EVENTS["joins"] > 3000, EVENTS
+    for kind in ("prefix hits", "accepted drafts", "ended: length", "ended: stop"):
         assert EVENTS[kind] >= 20, EVENTS
-    for kind in ("stops inside a block", "cancelled waiting", "cancelled running", "cancelled running, in flight"):
-        assert EVENTS[kind] >= 3, EVENTS
+    for kind in (
+        "preemptions",
+        "stops inside a block",
+        "cancelled waiting",
+        "cancelled running",
+        "cancelled running, in flight",
+    ):
+        assert EVENTS[kind], EVENTS
     print(EVENTS)

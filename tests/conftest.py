@@ -1,7 +1,9 @@
-"""What every test shares: one thread for tiny models (two would mostly wait for each other), all cores for real targets."""
+"""What every test shares: one thread for tiny models (two would mostly wait for each other), all cores for real targets,
+unless another test process has the other core."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +20,6 @@ def _one_thread() -> None:
 @pytest.fixture(scope="module")
 def all_threads() -> Iterator[None]:
     """All cores, for the length of a module."""
-    torch.set_num_threads(ALL_THREADS)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else ALL_THREADS)
     yield
     torch.set_num_threads(1)

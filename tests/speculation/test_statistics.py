@@ -125,7 +125,11 @@ def test_an_active_run_passes() -> None:
         ([StepRecord([BlockRecord(4, 0, 0)], Reason.PLANNED)], {}, r"none was verified \(planner: planned 1\)"),
         ([StepRecord([BlockRecord(4, 4, 0)], Reason.FULL)], {}, "none was accepted"),
         ([StepRecord([BlockRecord(4, 4, 4)], Reason.NO_TABLE)] * 3, {"trimming": True}, "same width .*no_table 3"),
-        ([StepRecord([BlockRecord(w, w, w)], Reason.FLAT_TABLE) for w in (3, 4)], {"trimming": True}, "was ever trimmed"),
+        (
+            [StepRecord([BlockRecord(w, w, w)], Reason.FLAT_TABLE) for w in (3, 4)],
+            {"trimming": True},
+            "was ever trimmed",
+        ),
         ([StepRecord([BlockRecord(4, 4, 4)], Reason.FULL)], {"graphs": True}, "no step replayed"),
         ([*active(), StepRecord([], Reason.FULL, graph_hit=False)], {"graphs": True}, "1 decode steps fell out"),
     ],

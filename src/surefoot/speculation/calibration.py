@@ -43,6 +43,7 @@ class Calibration:
 
     Attributes:
         temperatures: [gamma] float32 > 0 on `device`; changed in place only.
+        host: [gamma] the same values on the host, for what is learnt there.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Calibration:
             raise CalibrationError(f"temperatures must be a non-empty list of numbers, got shape {tuple(values.shape)}")
         if not bool((torch.isfinite(values) & (values > 0)).all()):
             raise CalibrationError(f"temperatures must be finite and positive, got {values.tolist()}")
+        self.host: Floats = values.numpy().astype(np.float64)
         self.temperatures = values.to(device, copy=True)
         self.provenance = provenance or Provenance()
 
@@ -83,6 +85,7 @@ class Calibration:
         """Take over the values of `other` in place. Raises `CalibrationError` for another gamma."""
         other.require(self.gamma)
         self.temperatures.copy_(other.temperatures, non_blocking=True)
+        self.host = other.host.copy()
         self.provenance = other.provenance
 
     def require(self, gamma: int) -> None:

@@ -248,12 +248,12 @@ class HeadConfidence:
     ) -> None:
         if self.estimator is None:
             return
-        logits = _given(logits, "confidence logits")
+        scores = _host(_given(logits, "confidence logits"))
         accepted, widths = _host_int(accepted), _host_int(widths)
-        self.estimator.observe(_host(logits), accepted, widths)
+        self.estimator.observe(scores, accepted, widths)
         position = np.arange(self.gamma)
         labelled = position < np.minimum(accepted + 1, widths)[:, None]
-        predicted = _host(self.calibration.apply(logits))[labelled]
+        predicted = 0.5 * (1.0 + np.tanh(0.5 * (scores / self.calibration.host)[labelled]))
         observed = (position < accepted[:, None])[labelled]
         self._sums *= 0.5 ** (len(predicted) / self.window)
         self._sums += (len(predicted), predicted.sum(), observed.sum(), (predicted * (1 - predicted)).sum())

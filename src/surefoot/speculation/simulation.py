@@ -145,7 +145,8 @@ class Trace:
                     if len(survival) != gamma or not all(0.0 <= value <= 1.0 for value in survival):
                         raise ValueError(f"survival must be {gamma} numbers between 0 and 1, got {survival}")
                     accepted, verified = block.get("accepted"), block.get("verified", gamma)
-                    known = accepted is not None and (verified >= gamma or accepted < verified)
+                    drafted = block.get("drafted", gamma)  # a lookup miss, or the end of a request, drafts fewer
+                    known = accepted is not None and (verified >= drafted or accepted < verified)
                     sequences.setdefault(str(block["request"]), []).append((survival, int(accepted) if known else -1))
             except (KeyError, TypeError, ValueError) as problem:
                 raise ConfigurationError(f"trace line {number}: {problem!r}") from problem

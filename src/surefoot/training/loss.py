@@ -29,7 +29,9 @@ class BlockScores:
 
     loss: Tensor  # scalar, CE and TV terms, weighted sum
     acceptance: Tensor  # [R] float32, 1 - TV, detached
-    agrees: Tensor  # [R] bool, q and p have their argmax over the draft vocabulary in common: accepted at temperature 0
+    agrees: (
+        Tensor | None
+    )  # [R] bool, q and p have their argmax over the draft vocabulary in common: accepted at temperature 0
 
 
 def vocabulary_loss(
@@ -43,6 +45,7 @@ def vocabulary_loss(
     *,
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
+    compare: bool = True,
 ) -> BlockScores:
     """CE and TV of R positions whose logits are `hidden @ head.T (+ latent @ markov.T)`.
 
@@ -56,11 +59,12 @@ def vocabulary_loss(
         weight: [R] float32.
         softcap: c of c tanh(u / c) on the first product.
         dtype: of the products; everything else is float32 (float64 for float64 inputs).
+        compare: whether to look for `agrees`, which training has no use for.
     """
     loss, acceptance, agrees = _VocabularyLoss.apply(
-        hidden, head, latent, markov, labels, label_rows, weight, softcap, dtype
+        hidden, head, latent, markov, labels, label_rows, weight, softcap, dtype, compare
     )
-    return BlockScores(loss, acceptance, agrees)
+    return BlockScores(loss, acceptance, agrees if compare else None)
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -76,6 +80,7 @@ class _VocabularyLoss(torch.autograd.Function):
         weight: Tensor,
         softcap: float | None,
         dtype: torch.dtype,
+        compare: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         work = torch.promote_types(hidden.dtype, torch.float32)
         products = torch.float64 if work == torch.float64 else dtype
@@ -102,9 +107,10 @@ class _VocabularyLoss(torch.autograd.Function):
             if e is not None and markov_ is not None:
                 logits += e @ markov_.T
             p, w = labels[label_rows[part]].to(work), weight[part].to(work).unsqueeze(1)
-            loss, accepted, same, slope = _chunk(logits, p, w)
+            if compare:
+                agrees[part] = logits.argmax(1) == p.argmax(1)
+            loss, acceptance[part], slope = _chunk(logits, p, w)
             losses += loss
-            acceptance[part], agrees[part] = accepted, same
             if markov_ is not None and e is not None:
                 _add(grads, 2, part, slope.to(products), markov_)
                 _add_weights(grads, 3, slope.to(products), e)
@@ -123,15 +129,14 @@ class _VocabularyLoss(torch.autograd.Function):
         grads = [
             None if g is None else (g * scale).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
 
 
-def _chunk(logits: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, acceptance [c], agreement [c] and d loss / d logits [c, V] of one chunk; `logits` and `p` are used up.
+def _chunk(logits: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, acceptance [c] and d loss / d logits [c, V] of one chunk; `logits` and `p` are used up.
 
     With P = sum p and g = sign(q - p) / 2:  d CE = P q - p,  d TV = q (g - sum g q).
     """
-    agrees = logits.argmax(1) == p.argmax(1)
     mass = p.sum(1, keepdim=True)
     top = logits.amax(1, keepdim=True)
     logits -= top
@@ -146,7 +151,7 @@ def _chunk(logits: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor
     pull = (sign * q).sum(1, keepdim=True)  # 2 sum g q
     slope = sign.mul_(0.5 * TV).add_(CE * mass - 0.5 * TV * pull).mul_(q).sub_(p.mul_(CE)).mul_(w)
     loss = (w * (CE * entropy + TV * tv)).sum()
-    return loss, (1 - tv).squeeze(1), agrees, slope
+    return loss, (1 - tv).squeeze(1), slope
 
 
 def _add(grads: list[Tensor | None], which: int, part: slice, slope: Tensor, matrix: Tensor) -> None:

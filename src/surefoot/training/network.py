@@ -57,7 +57,7 @@ class Measured:
     """Per position of all blocks of a batch; detached."""
 
     acceptance: Tensor  # [N, A, gamma] float32, 1 - TV
-    agrees: Tensor  # [N, A, gamma] bool, accepted at temperature 0
+    agrees: Tensor | None  # [N, A, gamma] bool, accepted at temperature 0; None while gradients are recorded
     confidence: Tensor | None  # [N, A, gamma] float32 logits
 
 
@@ -113,6 +113,7 @@ class DraftLoss(nn.Module):
             weight,
             softcap=config.final_logit_softcapping,
             dtype=self.dtype,
+            compare=not torch.is_grad_enabled(),
         )
         loss = scores.loss
         if confidence is not None:
@@ -120,6 +121,6 @@ class DraftLoss(nn.Module):
         shape = batch.weight.shape
         return loss, Measured(
             scores.acceptance.view(shape),
-            scores.agrees.view(shape),
+            None if scores.agrees is None else scores.agrees.view(shape),
             None if confidence is None else confidence.detach().view(shape),
         )

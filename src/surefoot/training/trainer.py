@@ -241,6 +241,7 @@ class Trainer:
             for batch, complete in self._validation_batches():
                 measured: Measured = module(batch)[1]
                 accepted.append(measured.acceptance[complete])
+                assert measured.agrees is not None
                 agrees.append(measured.agrees[complete].to(torch.float32))
         found: dict[str, Any] = {"anchors": self.anchors}
         for name, values in (("1", torch.cat(accepted)), ("0", torch.cat(agrees))):

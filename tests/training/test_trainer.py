@@ -292,6 +292,19 @@ def test_a_drafter_begins_as_its_target_s_last_layers() -> None:
     assert float(model.markov_head.markov_w1.weight[words.seen].detach().std()) > 0
 
 
+def test_a_smaller_feed_forward_keeps_the_strongest_neurons() -> None:
+    target = tiny_target()
+    words, _ = choose_words(some_text(target, 4), some_text(target, 2, seed=1), 64, 50)
+    model = drafter_model(target, words, replace(SHAPE, inner=16))
+    mlp = target.model.model.layers[1].mlp
+    strength = mlp.gate_proj.weight.norm(dim=1) * mlp.up_proj.weight.norm(dim=1) * mlp.down_proj.weight.norm(dim=0)
+    kept = sorted(strength.argsort(descending=True)[:16].tolist())
+    own = model.layers[0].mlp
+    assert torch.equal(own.gate_proj.weight, mlp.gate_proj.weight[kept])
+    assert torch.equal(own.down_proj.weight, mlp.down_proj.weight[:, kept])
+    assert torch.equal(model.layers[0].self_attn.q_proj.weight, target.model.model.layers[1].self_attn.q_proj.weight)
+
+
 # -- plans and options -------------------------------------------------------------------------------------------------
 
 

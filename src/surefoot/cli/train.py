@@ -102,6 +102,10 @@ def train(
     hidden_size: Annotated[
         int | None, _shape("--hidden-size", help="Width of the drafter.", show_default="the target's")
     ] = None,
+    inner: Annotated[
+        int | None,
+        _shape("--inner", help="Feed-forward width; the target's strongest neurons stay.", show_default="the target's"),
+    ] = None,
     features: Annotated[
         str | None,
         _shape("--features", help="Target layers it reads, such as 1,11,22.", show_default="low, middle, high"),
@@ -122,7 +126,8 @@ def train(
 ) -> None:
     """Train, calibrate and evaluate a drafter. Run it again with the same options to go on where it stopped.
 
-    `surefoot generate --drafter OUTPUT` uses the result. Several GPUs: `torchrun --nproc-per-node N -m surefoot train …`.
+    `surefoot generate --drafter OUTPUT` uses the result. Several GPUs: `torchrun --nproc-per-node N
+    --no-python surefoot train …`.
     """
     from surefoot.drafters.layouts import LAYOUTS
     from surefoot.training.measure import set_threads
@@ -134,7 +139,9 @@ def train(
     if layout not in LAYOUTS:
         raise ConfigurationError(f"layout is {layout!r}; allowed: {', '.join(LAYOUTS)}")
     run = Run(
-        DrafterShape(layers, gamma, head, rank, vocab, hidden_size, _numbers("features", features, int), storage),
+        DrafterShape(
+            layers, gamma, head, rank, vocab, hidden_size, inner, _numbers("features", features, int), storage
+        ),
         DataOptions(
             sources=tuple(prompts or ("builtin",)),
             exclude=tuple(exclude or ()),

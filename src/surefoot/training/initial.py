@@ -110,6 +110,7 @@ def draft_config(target: Target, anatomy: Anatomy, shape: DrafterShape, words: W
         heads = max(1, width // head_dim)
         kv_heads = next(n for n in range(min(kv_heads, heads), 0, -1) if heads % n == 0)
         inner = max(64, round(3 * width / 64) * 64)
+    inner = shape.inner or inner
     depth = target.num_layers
     layers = min(shape.layers, depth)
     kinds = [_kind(target, depth - layers + i) for i in range(layers)]
@@ -188,7 +189,7 @@ def initial_model(target: Target, anatomy: Anatomy, config: DSparkConfig, words:
             nn.init.normal_(model.markov_head.markov_w2.weight, std=0.02)
     model.to(target.device)
     state = model.state_dict()
-    for name, value in anatomy.layers.items():
+    for name, value in _pruned(anatomy.layers, config).items():
         if name in state and state[name].shape == value.shape:
             state[name].copy_(value)
     for name, module in model.named_modules():
@@ -213,6 +214,23 @@ def initial_model(target: Target, anatomy: Anatomy, config: DSparkConfig, words:
     if model.confidence_head is not None:
         nn.init.zeros_(model.confidence_head.proj.weight)
     return model
+
+
+def _pruned(layers: dict[str, Tensor], config: DSparkConfig) -> dict[str, Tensor]:
+    """The target's layers with the strongest neurons of their feed-forward, where the drafter has fewer.
+
+    A neuron's strength is the product of the norms of what it reads with and writes with.
+    """
+    found = dict(layers)
+    for number in range(config.num_hidden_layers):
+        names = [f"layers.{number}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+        if not all(name in layers for name in names) or len(layers[names[0]]) <= config.intermediate_size:
+            continue
+        gate, up, down = (layers[name] for name in names)
+        strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+        kept = strength.topk(config.intermediate_size).indices.sort().values
+        found |= dict(zip(names, (gate[kept], up[kept], down[:, kept]), strict=True))
+    return found
 
 
 def _principal_directions(target: Target, width: int, vocabulary: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ class DrafterShape:
     rank: int = 128
     vocab: int = 16_384  # words it can propose; at least the target's: all of them
     hidden_size: int | None = None  # None: the target's width
+    inner: int | None = None  # width of the feed-forward; None: the target's, in proportion for a narrower drafter
     features: tuple[int, ...] = ()  # target layers it reads; empty: three, from low to high
     storage: str = "native"
 
@@ -33,6 +34,8 @@ class DrafterShape:
         _within("vocab", self.vocab, 2, 1 << 20)
         if self.hidden_size is not None:
             _within("hidden_size", self.hidden_size, 8, 1 << 16)
+        if self.inner is not None:
+            _within("inner", self.inner, 8, 1 << 18)
         _one_of("head", self.head, HEADS)
         _one_of("storage", self.storage, STORAGES)
 

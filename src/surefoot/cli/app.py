@@ -15,10 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 import surefoot
-from surefoot.cli import bench, calibrate, chat, demo, generate, inspect, profile, simulate
+from surefoot.cli import bench, calibrate, chat, demo, evaluate, generate, inspect, profile, simulate, train
 from surefoot.errors import SurefootError
 
-COMMANDS = (generate, chat, demo, inspect, profile, calibrate, simulate, bench)
+COMMANDS = (generate, chat, demo, inspect, profile, calibrate, simulate, bench, train, evaluate)
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count

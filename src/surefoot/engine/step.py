@@ -206,13 +206,14 @@ class DecodeStep:
         positions = torch.where(real, self.state.lengths[row_slot] + offset, 0)
         indptr = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
 
-        logit_owner, logit_offset = rows_of(widths + 1, num_logits)
-        valid = logit_owner < emitting
-        logit_owner = logit_owner.clamp(max=max(emitting - 1, 0))
-        if emitting:
-            logit_rows = torch.where(valid, indptr[logit_owner] + context[logit_owner] + logit_offset, 0)
+        if not any(inputs.context_rows):  # decodes only: every row is an anchor or a draft
+            logit_rows = torch.arange(num_logits, device=device)
         else:
-            logit_rows = logit_owner
+            logit_owner, logit_offset = rows_of(widths + 1, num_logits)
+            valid = logit_owner < emitting
+            logit_owner = logit_owner.clamp(max=max(emitting - 1, 0))
+            first = indptr[logit_owner] + context[logit_owner]
+            logit_rows = torch.where(valid, first + logit_offset, 0)
         batch = FlatBatch(
             token_ids=self.state.history[row_slot, positions],
             positions=positions,

@@ -257,6 +257,9 @@ class LLM:
             raise RequestError(
                 f"{self.target.name} has no chat template: use `surefoot generate`, or a model that was tuned for chat"
             )
+        for message in messages:
+            if isinstance(message.get("content"), str):
+                _checked_text(message["content"])
         encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
@@ -284,7 +287,7 @@ class LLM:
             return self.engine.add_request(prompt, params)
         if self.tokenizer is None:
             raise ConfigurationError(f"{self.target.name} has no tokenizer: give prompts as token ids")
-        return self.engine.add_request(self.tokenizer(prompt)["input_ids"], params, prompt=prompt)
+        return self.engine.add_request(self.tokenizer(_checked_text(prompt))["input_ids"], params, prompt=prompt)
 
     def _drain(self, requests: list[Request], progress: bool) -> None:
         start, tokens = time.monotonic(), 0
@@ -305,6 +308,17 @@ class LLM:
                         yield event
         finally:
             self.engine.cancel(request.request_id)
+
+
+def _checked_text(text: str) -> str:
+    """The text, if a tokenizer can read it: bytes that were no UTF-8 arrive as lone surrogates, which none can."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as problem:
+        raise RequestError(
+            f"the prompt is not valid text: character {problem.start} stands for a byte that is not UTF-8; give UTF-8"
+        ) from problem
+    return text
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -45,6 +45,7 @@ def chat(
     whole: Annotated[
         bool, typer.Option("--whole/--lines", help="Piped input is one message, or one message per line.")
     ] = False,
+    max_model_len: options.MaxModelLen = None,
     json: options.Json = False,
     stats: options.ShowStatistics = True,
 ) -> None:
@@ -69,6 +70,7 @@ def chat(
         threads=threads,
         quantize=quantize,
         seed=seed,
+        max_model_len=max_model_len,
     )
     try:
         conversation = Conversation(llm, params, system)

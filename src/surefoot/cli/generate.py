@@ -43,6 +43,7 @@ def generate(
         bool,
         typer.Option("--chat/--raw", help="Wrap the prompt in the model's chat template, or continue it as it is."),
     ] = False,
+    max_model_len: options.MaxModelLen = None,
     trace: options.Trace = None,
     json: options.Json = False,
     stats: options.ShowStatistics = True,
@@ -75,6 +76,7 @@ def generate(
         quantize=quantize,
         seed=seed,
         trace=trace,
+        max_model_len=max_model_len,
     )
     try:
         stream = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)

@@ -99,6 +99,15 @@ CostTable = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        help="Longest prompt and answer together, in tokens.",
+        show_default="what the model can, at most 8192",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Trace = Annotated[
     Path | None,
     typer.Option(
@@ -185,6 +194,7 @@ def load_llm(
     seed: int | None = None,
     max_num_seqs: int = 1,
     trace: Path | None = None,
+    max_model_len: int | None = None,
 ) -> LLM:
     """The engine these options describe.
 
@@ -217,4 +227,5 @@ def load_llm(
         seed=seed,
         max_num_seqs=max_num_seqs,
         trace=trace,
+        max_model_len=max_model_len,
     )

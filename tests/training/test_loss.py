@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.training.loss import CE, TV, confidence_loss, vocabulary_loss
+from surefoot.training.loss import _CHUNK, CE, TV, confidence_loss, vocabulary_loss
 from tests.training.stage import trainer
 
 WORDS, ROWS, WIDTH, RANK = 50, 37, 6, 3
@@ -44,7 +44,7 @@ def reference(data: dict[str, Tensor], softcap: float | None) -> tuple[Tensor, T
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("chunk", [1, 1 << 22])
 def test_the_fused_loss_is_the_formula(softcap: float | None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.training.loss._CHUNK", chunk)  # 1: sixteen rows at a time
+    monkeypatch.setitem(_CHUNK, "cpu", chunk)  # 1: sixteen rows at a time
     data = inputs()
     scores = vocabulary_loss(**data, softcap=softcap)
     loss, acceptance = reference(data, softcap)
@@ -54,7 +54,7 @@ def test_the_fused_loss_is_the_formula(softcap: float | None, chunk: int, monkey
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_gradients_are_those_of_autograd(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.training.loss._CHUNK", 1)
+    monkeypatch.setitem(_CHUNK, "cpu", 1)
     names = ("hidden", "head", "latent", "markov")
     data = inputs(1)
     for name in names:

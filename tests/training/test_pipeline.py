@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from surefoot.training.initial import dissect
 from surefoot.training.options import Budget, DataOptions, DrafterShape, TrainingOptions
 from surefoot.training.pipeline import STAGES, Pipeline, Run
 from surefoot.training.prompts import Prompt, collect_prompts, digest, read_prompts
-from surefoot.training.regenerate import generation_engine, regenerate
+from surefoot.training.regenerate import bulk, bulk_sampler, generation_engine, regenerate
 from tests.tiny_models import tiny_target
 from tests.training.stage import silent
 
@@ -269,6 +270,28 @@ def test_interrupted_regeneration_ends_with_the_same_text(tmp_path: Path, monkey
     found = regenerate(generation_engine(target, run.data), prompts, tmp_path / "parts", run.data, silent())
     assert found["documents"] == 14
     assert text(tmp_path / "parts") == text(tmp_path / "whole")
+
+
+def test_bulk_regeneration_can_be_interrupted_and_agrees_with_the_engine(tmp_path: Path) -> None:
+    run = a_run(write_prompts(tmp_path / "prompts.jsonl", 20))
+    pipeline(run, tmp_path / "out").run(["prompts"])
+    prompts, target = Workplace(tmp_path / "out").prompts, tiny_target()
+
+    def text(folder: Path, remainder: int | None = None) -> list[list[int]]:
+        return [d.tokens.tolist() for d in Corpus.load(folder) if remainder is None or d.index % 2 == remainder]
+
+    assert not bulk(target), "on a CPU the engine generates"
+    regenerate(generation_engine(target, run.data), prompts, tmp_path / "engine", run.data, silent())
+    regenerate(bulk_sampler(target, run.data), prompts, tmp_path / "bulk", run.data, silent())
+    assert run.data.temperatures[0] == 0
+    assert text(tmp_path / "bulk", 0) == text(tmp_path / "engine", 0)  # those at temperature 0
+    small = dataclasses.replace(run.data, batch=2)
+    regenerate(bulk_sampler(target, small), prompts, tmp_path / "parts", small, silent(), deadline=0.0)
+    assert len(text(tmp_path / "parts")) < len(text(tmp_path / "bulk"))
+    for shard in (tmp_path / "parts").glob("*"):
+        shard.unlink()  # cut short by the deadline; whole ones follow
+    regenerate(bulk_sampler(target, small), prompts, tmp_path / "parts", small, silent())
+    assert text(tmp_path / "parts") == text(tmp_path / "bulk")
 
 
 # -- evaluation ----------------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_blocks_of_packed_rows_equal_dense_masks(architecture: str) -> None:
         assert "sliding_attention" in one.config.layer_types
         one.model.config = one.config = one.config.model_copy(update={"sliding_window_non_causal": False})
     corpus = one.corpus.documents
-    rows = [one.reader.read(corpus[:2]), one.reader.read(corpus[2:3])]
+    rows = one.reader.read([corpus[:2], corpus[2:3]])
     starts = [[d.start for d in corpus[:2]], [corpus[2].start]]
     rng = np.random.default_rng(0)
     anchors = [pick_anchors(corpus[:2], 6, 3, 4.0, rng), pick_anchors(corpus[2:3], 6, 3, 4.0, rng)]
@@ -202,7 +202,7 @@ def test_features_and_labels_of_packed_rows_are_the_target_s() -> None:
     target = tiny_target("gemma3")  # windows of eight
     text = some_text(target, 3, longest=30).documents
     vocabulary = torch.arange(5, 45)
-    row = TargetReader(target, (-1, 1), vocabulary, 96, torch.float32).read(text)
+    (row,) = TargetReader(target, (-1, 1), vocabulary, 96, torch.float32).read([text])
     first, label = 0, 0
     for document in text:
         logits = stock_logits(target, torch.from_numpy(document.tokens)[None])[0]
@@ -212,6 +212,19 @@ def test_features_and_labels_of_packed_rows_are_the_target_s() -> None:
         assert row.features.shape[1] == 2 * target.hidden_size
         first, label = first + len(document.tokens), label + count
     assert (first, label) == (row.tokens.shape[0], row.labels.shape[0])
+
+
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_rows_read_in_one_pass_are_those_read_alone(at_once: int) -> None:
+    target = tiny_target("gemma3")
+    text = list(some_text(target, 7))
+    rows = [text[:3], text[3:4], text[4:6], text[6:]]
+    alone = TargetReader(target, (0, 1), torch.arange(30), 160, torch.float32).read(rows)
+    together = TargetReader(target, (0, 1), torch.arange(30), 160, torch.float32, rows=at_once).read(rows)
+    assert len(together) == len(rows)
+    for one, other in zip(alone, together, strict=True):
+        for name in ("tokens", "positions", "owner", "features", "labels"):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name))
 
 
 @pytest.mark.parametrize("head", ["vanilla", "rnn"])
@@ -249,7 +262,7 @@ def test_training_and_serving_give_the_same_hidden_states_logits_and_confidences
     text = np.array([*request.prompt_token_ids, *request.output.token_ids])
     for anchor, logits, confidences, tokens in seen:
         known = np.concatenate([text[: anchor + 1], tokens.numpy()])
-        row = one.reader.read([Document(0, anchor, known)])
+        (row,) = one.reader.read([[Document(0, anchor, known)]])
         weight = np.ones((1, shape.gamma), dtype=np.float32)
         batch = collate([row], [[anchor]], [Anchors(np.array([anchor]), weight)], one.compact)
         with torch.no_grad():

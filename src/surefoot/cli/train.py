@@ -74,8 +74,8 @@ def train(
         list[str] | None,
         _data(
             "--prompts",
-            help="JSON lines, text files, source trees; or builtin, library, documentation, problems, questions. "
-            "May be repeated.",
+            help="JSON lines, text files, source trees; or builtin, library, documentation, problems, questions; or "
+            "self: the target makes them up. May be repeated.",
             show_default="builtin",
         ),
     ] = None,
@@ -87,6 +87,7 @@ def train(
         str | None, _data("--evaluate-on", help="Prompts of the last stage.", show_default="some held-out ones")
     ] = None,
     max_prompts: Annotated[int, _data("--max-prompts", help="Most prompts to regenerate.")] = 20_000,
+    own_prompts: Annotated[int, _data("--own-prompts", help="Tries of the source self.")] = 8_000,
     held_out: Annotated[float, _data("--held-out", help="Share of the prompts kept for calibration.")] = 0.03,
     temperatures: Annotated[str, _data("--temperatures", help="Of the regenerated text, in turn.")] = "0,1",
     max_new: Annotated[int, _data("--max-new", help="Tokens regenerated per prompt.")] = 192,
@@ -146,6 +147,7 @@ def train(
             sources=tuple(prompts or ("builtin",)),
             exclude=tuple(exclude or ()),
             max_prompts=max_prompts,
+            own_prompts=own_prompts,
             held_out=held_out,
             temperatures=_numbers("temperatures", temperatures, float),
             max_new=max_new,

@@ -24,7 +24,7 @@ from surefoot.training.corpus import Corpus, Document
 BLOCK = 16
 MAX_DOCUMENTS = 64
 """Documents per packed row; each has a state slot of the target's cache."""
-_SOFTMAX_ROWS = 64
+_SOFTMAX_ROWS = {"cpu": 64, "cuda": 2048}  # rows whose float32 logits exist at a time
 
 
 @dataclass(frozen=True)
@@ -98,25 +98,38 @@ class TargetReader:
         vocabulary: Tensor | None,
         row_tokens: int,
         label_dtype: torch.dtype = torch.float16,
+        *,
+        rows: int = 1,
     ) -> None:
         """
         Args:
+            rows: most rows of one pass. On a CPU one is best; a GPU wants thousands of tokens at a time.
             label_dtype: float16 holds a probability to 0.05 %, or to 3e-8 where it is tiny.
         """
-        self.target, self.feature_layers, self.vocabulary = target, feature_layers, vocabulary
-        self.label_dtype = label_dtype
+        self.target, self.feature_layers = target, feature_layers
+        self.vocabulary = None if vocabulary is None else vocabulary.to(target.device)
+        self.label_dtype, self.rows = label_dtype, rows
         self.cache = PagedCache(
             target.layers,
-            num_blocks=1 + row_tokens // BLOCK + MAX_DOCUMENTS,
+            num_blocks=1 + rows * (row_tokens // BLOCK + MAX_DOCUMENTS),
             block_size=BLOCK,
-            max_num_seqs=MAX_DOCUMENTS,
+            max_num_seqs=rows * MAX_DOCUMENTS,
             max_model_len=row_tokens,
             dtype=target.dtype,
             device=target.device,
         )
 
+    def read(self, rows: Sequence[Sequence[Document]]) -> list[Row]:
+        """The rows, each with its documents."""
+        found: list[Row] = []
+        for first in range(0, len(rows), self.rows):
+            part = rows[first : first + self.rows]
+            whole = self._pass([document for row in part for document in row])
+            found += _split(whole, part)
+        return found
+
     @torch.no_grad()
-    def read(self, documents: Sequence[Document]) -> Row:
+    def _pass(self, documents: Sequence[Document]) -> Row:
         device = self.target.device
         tokens, positions, owner = flat(documents)
         starts = torch.tensor([document.start for document in documents])
@@ -131,11 +144,12 @@ class TargetReader:
         """[M, V] logits -> [M, V_draft] probabilities; their sum falls short of 1 by what lies outside the vocabulary."""
         width = logits.shape[1] if self.vocabulary is None else self.vocabulary.shape[0]
         labels = torch.empty(logits.shape[0], width, dtype=self.label_dtype, device=logits.device)
-        for first in range(0, logits.shape[0], _SOFTMAX_ROWS):
-            wide = logits[first : first + _SOFTMAX_ROWS].to(torch.float32)
+        count = _SOFTMAX_ROWS.get(logits.device.type, _SOFTMAX_ROWS["cuda"])
+        for first in range(0, logits.shape[0], count):
+            wide = logits[first : first + count].to(torch.float32)
             normaliser = wide.logsumexp(1, keepdim=True)
             chosen = wide if self.vocabulary is None else wide[:, self.vocabulary]
-            labels[first : first + _SOFTMAX_ROWS] = (chosen - normaliser).exp_()
+            labels[first : first + count] = (chosen - normaliser).exp_()
         return labels
 
     def _pack(
@@ -158,6 +172,28 @@ class TargetReader:
             qo_indptr=lengths.cumsum(0),
             logit_rows=logit_rows,
         )
+
+
+def _split(whole: Row, rows: Sequence[Sequence[Document]]) -> list[Row]:
+    """A pass over several rows, row by row; owners count from 0 in each."""
+    if len(rows) == 1:
+        return [whole]
+    found, token, label, owner = [], 0, 0, 0
+    for row in rows:
+        lengths = [len(document.tokens) for document in row]
+        labels = sum(length - document.start for length, document in zip(lengths, row, strict=True))
+        here = slice(token, token + sum(lengths))
+        found.append(
+            Row(
+                whole.tokens[here],
+                whole.positions[here],
+                whole.owner[here] - owner,
+                whole.features[here].clone(),  # rows are dropped one by one
+                whole.labels[label : label + labels].clone(),
+            )
+        )
+        token, label, owner = here.stop, label + labels, owner + len(row)
+    return found
 
 
 Ints = npt.NDArray[np.int64]

@@ -47,6 +47,7 @@ class DataOptions:
     sources: tuple[str, ...] = ("builtin",)
     exclude: tuple[str, ...] = ()  # evaluation prompts: whatever shares a run of words with them is dropped
     max_prompts: int = 20_000
+    own_prompts: int = 8_000  # tries of the source `self`, where the target makes up prompts
     held_out: float = 0.03  # share of the prompts kept for validation and calibration
     temperatures: tuple[float, ...] = (0.0, 1.0)  # of the regenerated text, in turn
     max_prompt: int = 256  # tokens; longer prompts keep their end
@@ -56,7 +57,14 @@ class DataOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("max_prompts", 2), ("max_prompt", 1), ("max_new", 1), ("read_tokens", 0), ("batch", 1)):
+        for name, low in (
+            ("max_prompts", 2),
+            ("own_prompts", 2),
+            ("max_prompt", 1),
+            ("max_new", 1),
+            ("read_tokens", 0),
+            ("batch", 1),
+        ):
             _within(name, getattr(self, name), low, 1 << 40)
         if not 0 < self.held_out < 1:
             raise ConfigurationError(f"held_out is {self.held_out}; allowed: a share between 0 and 1")

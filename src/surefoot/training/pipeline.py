@@ -6,7 +6,7 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ from surefoot.training.initial import Anatomy, dissect, draft_config, initial_mo
 from surefoot.training.measure import calibrate, speculation_engine
 from surefoot.training.options import Budget, DataOptions, DrafterShape, TrainingOptions, as_dict, require_same
 from surefoot.training.progress import Progress
-from surefoot.training.prompts import collect_prompts
-from surefoot.training.regenerate import generation_engine, read_existing, regenerate
+from surefoot.training.prompts import SELF, Prompt, collect_prompts
+from surefoot.training.regenerate import bulk, bulk_sampler, generation_engine, read_existing, regenerate
+from surefoot.training.selfmade import make_up
 from surefoot.training.trainer import Ranks, Trainer
 
 STAGES = ("prompts", "regenerate", "features", "train", "calibrate", "evaluate")
@@ -122,9 +123,15 @@ class Pipeline:
     def _prompts(self, progress: Progress) -> dict[str, Any]:
         if not self.ranks.first:
             return {}
-        counts = collect_prompts(self.target, self.wanted.data, self.place)
+        data = self.wanted.data
+        made_up: Iterable[Prompt] = ()
+        if SELF in data.sources:
+            if self.target.tokenizer is None:
+                raise ConfigurationError(f"{self.target.name} has no tokenizer: prompts cannot come from {SELF!r}")
+            made_up = make_up(self.target, data.own_prompts, data.seed, progress, rows=data.batch)
+        counts = collect_prompts(self.target, data, self.place, made_up)
         progress.update(1.0, f"{counts['prompts']} prompts, {counts['held_out']} held out")
-        return {**counts, "data": as_dict(self.wanted.data)}
+        return {**counts, "data": as_dict(data)}
 
     def _regenerate(self, progress: Progress) -> dict[str, Any]:
         data, place = self.wanted.data, self.place
@@ -133,14 +140,14 @@ class Pipeline:
         if self.ranks.first and data.read_tokens:
             documents = list(read_existing(self.target, data, self.wanted.training.row_tokens))
             write_shard(place.read, documents)
-        engine = generation_engine(self.target, data)
+        source = bulk_sampler(self.target, data) if bulk(self.target) else generation_engine(self.target, data)
         share = (self.ranks.rank, self.ranks.count)
         # The held-out part comes first: whatever time runs out, calibration has its prompts.
         regenerate(
-            engine, place.held_out_prompts, place.held_out, data, progress, share=share, deadline=self._deadline(0.5)
+            source, place.held_out_prompts, place.held_out, data, progress, share=share, deadline=self._deadline(0.5)
         )
         found = regenerate(
-            engine, place.prompts, place.regenerated, data, progress, share=share, deadline=self._deadline(1.0)
+            source, place.prompts, place.regenerated, data, progress, share=share, deadline=self._deadline(1.0)
         )
         return {**found, "data": as_dict(data)}
 
@@ -271,7 +278,7 @@ class Pipeline:
         self._write_manifest()
         report = evaluate(
             self.target, self.place.output, workloads, self.place.evaluation, progress,
-            max_tokens=min(128, self.wanted.data.max_new),
+            max_tokens=min(128, self.wanted.data.max_new), batch=self._at_once(16),
         )  # fmt: skip
         results = {
             name: {t: figures["accepted_length_with_bonus"] for t, figures in temperatures.items()}
@@ -282,8 +289,12 @@ class Pipeline:
     def _speculation(self) -> Any:
         data = self.wanted.data
         return speculation_engine(
-            self.target, self.place.output, batch=min(32, data.batch), max_model_len=data.max_prompt + data.max_new + 1
+            self.target, self.place.output, batch=self._at_once(32), max_model_len=data.max_prompt + data.max_new + 1
         )
+
+    def _at_once(self, on_cpu: int) -> int:
+        """Requests that are measured at once."""
+        return min(on_cpu if self.target.device.type == "cpu" else 128, self.wanted.data.batch)
 
     def _require_drafter(self) -> None:
         if not (self.place.output / "config.json").exists():

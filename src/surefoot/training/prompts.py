@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from surefoot.training import builtin
 from surefoot.training.files import Workplace, read_lines, write_lines
 from surefoot.training.options import DataOptions
 
+SELF = "self"
+"""The source where the target makes up the prompts."""
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 SHINGLE = 13
 """Words in a row that two texts must share to count as overlapping; shorter texts overlap when they are equal."""
@@ -97,7 +100,7 @@ def gather(sources: Sequence[str]) -> Iterator[Prompt]:
             yield from read_prompts(Path(source))
         else:
             raise ConfigurationError(
-                f"prompts {source!r}: no such file or folder; allowed are paths, builtin, {', '.join(builtin.COLLECTORS)}"
+                f"prompts {source!r}: no such file or folder; allowed are paths, {SELF}, builtin, {', '.join(builtin.COLLECTORS)}"
             )
 
 
@@ -120,11 +123,16 @@ def tokenizer_of(target: Any) -> Callable[[Prompt], list[int]]:
     return encode
 
 
-def collect_prompts(target: Any, options: DataOptions, place: Workplace) -> dict[str, Any]:
+def collect_prompts(
+    target: Any, options: DataOptions, place: Workplace, made_up: Iterable[Prompt] = ()
+) -> dict[str, Any]:
     """Write the prompts to be regenerated, and those held out. Returns counts for the record.
 
     Duplicates and what overlaps `options.exclude` are dropped. Which prompts are taken, and which are held out (the
     smallest digests), is a function of the prompts alone.
+
+    Args:
+        made_up: what the source `self` stands for (`selfmade.make_up`).
     """
     encode = tokenizer_of(target)
     forbidden: set[int] = set()
@@ -133,7 +141,7 @@ def collect_prompts(target: Any, options: DataOptions, place: Workplace) -> dict
             forbidden |= shingles(prompt.text)
     found: dict[str, Prompt] = {}
     dropped = duplicates = 0
-    for prompt in gather(options.sources):
+    for prompt in chain(gather([source for source in options.sources if source != SELF]), made_up):
         key = prompt.digest
         if key in found:
             duplicates += 1

@@ -20,6 +20,7 @@ from surefoot.training.files import read_lines
 from surefoot.training.options import DataOptions
 from surefoot.training.progress import Progress
 from surefoot.training.prompts import Prompt, read_prompts, shingles, tokenizer_of
+from surefoot.training.sampler import BulkSampler, Job, Text
 
 SHARD = 256
 """Documents per file: what an interruption can cost."""
@@ -27,20 +28,34 @@ SHORTEST = 16
 """Tokens that a continuation must have to be kept when the time is up."""
 
 
+def bulk(target: Target) -> bool:
+    """Whether text comes from `BulkSampler`: where the pass of the target is so fast that the engine's host work counts."""
+    return target.device.type != "cpu"
+
+
 def generation_engine(target: Target, options: DataOptions, drafter: Any = "none") -> Engine:
     """An engine that decodes `options.batch` requests at once."""
     config = EngineConfig(
         max_num_seqs=options.batch,
         max_num_batched_tokens=max(512, 2 * options.batch),
-        max_model_len=min(target.max_model_len, options.max_prompt + options.max_new + 1),
+        max_model_len=_longest(target, options) + 1,
         seed=options.seed,
         prefix_reuse=False,
     )
     return build_engine(target, drafter=drafter, config=config, cost_table="none")
 
 
+def bulk_sampler(target: Target, options: DataOptions) -> BulkSampler:
+    """A sampler that decodes `options.batch` texts at once."""
+    return BulkSampler(target, rows=options.batch, max_len=_longest(target, options))
+
+
+def _longest(target: Target, options: DataOptions) -> int:
+    return min(target.max_model_len - 1, options.max_prompt + options.max_new)
+
+
 def regenerate(
-    engine: Engine,
+    source: Engine | BulkSampler,
     prompts: Path,
     folder: Path,
     options: DataOptions,
@@ -62,15 +77,48 @@ def regenerate(
     names = folder.glob("*.safetensors") if folder.exists() else ()
     done = {document.index for shard in names for document in read_shard(shard)}
     waiting = iter([(index, row) for index, row in rows if index not in done])
-    running: dict[str, int] = {}
+    if isinstance(source, BulkSampler):
+        texts = _from_sampler(source, waiting, options, deadline)
+    else:
+        texts = _from_engine(source, waiting, options, deadline)
     finished: list[Document] = []
-    already, total, tokens, began = len(rows) - sum(i not in done for i, _ in rows), len(rows), 0, time.monotonic()
-    complete = already
+    total, tokens, began = len(rows), 0, time.monotonic()
+    complete = total - sum(i not in done for i, _ in rows)
+    try:
+        for documents, tokens in texts:
+            finished += documents
+            complete += len(documents)
+            while len(finished) >= SHARD:
+                _flush(folder, finished)
+            rate = tokens / max(time.monotonic() - began, 1e-9)
+            spent = 0.0 if deadline is None else (time.monotonic() - began) / max(deadline - began, 1e-9)
+            note = f"{complete}/{total} prompts, {tokens} tokens, {rate:.0f} tok/s"
+            progress.update(max(complete / max(total, 1), spent), note)
+    finally:
+        while finished:
+            _flush(folder, finished)
+    seconds = time.monotonic() - began
+    return {
+        "documents": complete,
+        "tokens": tokens,
+        "seconds": round(seconds, 2),
+        "tokens_per_s": tokens / max(seconds, 1e-9),
+    }
 
-    def flush() -> None:
-        if finished:
-            write_shard(folder / f"{finished[0].index:08d}.safetensors", finished)
-            finished.clear()
+
+def _flush(folder: Path, finished: list[Document]) -> None:
+    write_shard(folder / f"{finished[0].index:08d}.safetensors", finished[:SHARD])
+    del finished[:SHARD]
+
+
+Progressed = Iterator[tuple[list[Document], int]]  # what came to an end, and the tokens generated so far
+
+
+def _from_engine(
+    engine: Engine, waiting: Iterator[tuple[int, dict[str, Any]]], options: DataOptions, deadline: float | None
+) -> Progressed:
+    running: dict[str, int] = {}
+    tokens = 0
 
     def feed() -> None:
         for index, row in waiting:
@@ -79,44 +127,49 @@ def regenerate(
             if len(running) >= 2 * options.batch:
                 return
 
-    def keep(index: int, request: Request) -> None:
-        nonlocal complete
+    def document(index: int, request: Request) -> Document:
         whole = [*request.prompt_token_ids, *request.output.token_ids]
-        finished.append(Document(index, len(request.prompt_token_ids), np.array(whole)))
-        complete += 1
+        return Document(index, len(request.prompt_token_ids), np.array(whole))
 
     try:
         feed()
         while running and (deadline is None or time.monotonic() < deadline):
+            documents = []
             for request, event in engine.step():
                 tokens += len(event.token_ids)
-                if event.finish_reason is None:
-                    continue
-                keep(running.pop(request.request_id), request)
-                if len(finished) >= SHARD:
-                    flush()
+                if event.finish_reason is not None:
+                    documents.append(document(running.pop(request.request_id), request))
             if len(running) < options.batch + options.batch // 2:
                 feed()
-            rate = tokens / max(time.monotonic() - began, 1e-9)
-            spent = 0.0 if deadline is None else (time.monotonic() - began) / max(deadline - began, 1e-9)
-            progress.update(
-                max(complete / total, spent), f"{complete}/{total} prompts, {tokens} tokens, {rate:.0f} tok/s"
-            )
-        for request_id, index in running.items():  # out of time: a text that is cut short teaches as well
-            request = engine.requests[request_id]
-            if request.num_output >= SHORTEST:
-                keep(index, request)
-        flush()
+            yield documents, tokens
+        left = [(index, engine.requests[request_id]) for request_id, index in running.items()]
+        # Out of time: a text that is cut short teaches as well.
+        yield [document(index, request) for index, request in left if request.num_output >= SHORTEST], tokens
     finally:
         for request_id in running:
             engine.cancel(request_id)
-    seconds = time.monotonic() - began
-    return {
-        "documents": complete,
-        "tokens": tokens,
-        "seconds": round(seconds, 2),
-        "tokens_per_s": tokens / max(seconds, 1e-9),
-    }
+
+
+def _from_sampler(
+    sampler: BulkSampler, waiting: Iterator[tuple[int, dict[str, Any]]], options: DataOptions, deadline: float | None
+) -> Progressed:
+    def jobs() -> Iterator[Job]:
+        for index, row in waiting:
+            params = params_for(index, row["digest"], options)
+            assert params.seed is not None
+            assert params.max_tokens is not None
+            yield Job(index, tuple(row["tokens"]), params.temperature, params.max_tokens, params.seed)
+
+    def document(text: Text) -> Document:
+        return Document(text.job.index, len(text.job.tokens), text.tokens)
+
+    before = sampler.generated
+    for texts in sampler.run(jobs()):
+        yield [document(text) for text in texts], sampler.generated - before
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+    left = [text for text in sampler.unfinished() if len(text.tokens) - len(text.job.tokens) >= SHORTEST]
+    yield [document(text) for text in left], sampler.generated - before
 
 
 def params_for(index: int, digest: str, options: DataOptions) -> SamplingParams:

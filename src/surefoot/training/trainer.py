@@ -28,8 +28,10 @@ from surefoot.training.options import TrainingOptions, as_dict, require_same
 from surefoot.training.progress import Progress
 
 CHECKPOINT_EVERY_S = 300.0
-WARM_UP_STEPS = 3
-"""Steps after which a budget in minutes is turned into anchors."""
+SETTLED, TIMED = 0.05, 0.15
+"""Between these shares of a budget in minutes the speed is measured that turns it into anchors: earlier steps compile, fill
+the buffer of batches and are slower."""
+READ_TOKENS = 8192  # of one target pass on a GPU
 VALIDATION_ROWS = 4
 
 
@@ -104,19 +106,19 @@ class Trainer:
             small = self.table[words.seen.to(self.table.device)]
             model.markov_head.markov_w1 = nn.Embedding.from_pretrained(small, freeze=False)
         self.loss: nn.Module = DraftLoss(model, head_matrix(model, target), self.dtype)
-        if target.device.type == "cuda":
-            self.loss = torch.compile(self.loss)  # type: ignore[assignment]
         if self.ranks.count > 1:
             self.loss = nn.parallel.DistributedDataParallel(self.loss)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimisers = make_optimisers(model, options)
         self.average = [parameter.detach().clone() for parameter in self.parameters] if options.average else []
         self.reader = TargetReader(
-            target, model.config.target_layer_ids, words.vocabulary, options.row_tokens, label_dtype
-        )
+            target, model.config.target_layer_ids, words.vocabulary, options.row_tokens, label_dtype,
+            rows=1 if target.device.type == "cpu" else max(1, READ_TOKENS // options.row_tokens),
+        )  # fmt: skip
         self.clock = Clock()
         self.number = self.anchors = 0  # steps and anchors done
         self.total: int | None = None  # anchors of the whole run, once known
+        self.elapsed = 0.0  # until then: share of the minutes
         self.curve: list[dict[str, Any]] = []
         self._plan = plan(self.corpus.lengths, options)
         self._held: dict[int, list[Row]] = {}  # by batch
@@ -132,7 +134,7 @@ class Trainer:
         mine = range(self.ranks.rank, len(anchors), self.ranks.count)
         with self.clock.on("target"):
             rows = self._rows(step, mine)
-        done = self.anchors / self.total if self.total else 0.0
+        done = self.anchors / self.total if self.total else self.elapsed
         rate = learning_rate(done, self.options)
         parts = self.options.accumulate
         loss = accepted = 0.0
@@ -172,7 +174,7 @@ class Trainer:
             del held[batch]
         if step.batch not in held:
             documents = self.corpus.documents
-            held[step.batch] = [self.reader.read([documents[i] for i in step.rows[row]]) for row in mine]
+            held[step.batch] = self.reader.read([[documents[i] for i in step.rows[row]] for row in mine])
         return held[step.batch]
 
     def _collate(
@@ -194,22 +196,24 @@ class Trainer:
         began, first, saved = time.monotonic(), self.anchors, time.monotonic()
         if anchors is not None:
             self.total = anchors
-        warm: tuple[int, int, float] | None = None
+        budget = 60 * (minutes or 0)
+        settled: tuple[int, float] | None = None
         recent: list[dict[str, float]] = []
         marks = int(self.anchors / self.total / validate_every) if self.total else 0
         while self.total is None or self.anchors < self.total:
             recent = [*recent[-19:], self.step()]
             now = time.monotonic()
             if self.total is None:
-                if warm is None:  # the first step compiles and allocates; it is not measured
-                    warm = (self.number, self.anchors, now)
-                elif self.number > warm[0] + WARM_UP_STEPS or now - began > 60 * (minutes or 0) / 3:
-                    rate = (self.anchors - warm[1]) / max(now - warm[2], 1e-9)
-                    self.total = self._agree(self.anchors + int(rate * max(0.0, 60 * (minutes or 0) - (now - began))))
+                self.elapsed = self._agree(int(1e6 * (now - began) / max(budget, 1e-9))) / 1e6
+                if settled is None and self.elapsed > SETTLED:
+                    settled = (self.anchors, now)
+                elif settled is not None and self.elapsed > TIMED:
+                    rate = (self.anchors - settled[0]) / max(now - settled[1], 1e-9)
+                    self.total = self._agree(self.anchors + int(rate * max(0.0, budget - (now - began))))
             speed = (self.anchors - first) / max(now - began, 1e-9)
             loss, accepted = (sum(entry[key] for entry in recent) / len(recent) for key in ("loss", "acceptance"))
             note = f"{self.anchors} anchors, {speed:.0f}/s, loss {loss:.3f}, acceptance {accepted:.3f}"
-            progress.update(self.anchors / self.total if self.total else 0.0, note)
+            progress.update(self.anchors / self.total if self.total else self.elapsed, note)
             if self.total and self.ranks.first and int(self.anchors / self.total / validate_every) > marks:
                 marks = int(self.anchors / self.total / validate_every)
                 self.curve.append({"loss": round(loss, 5), **self.validate()})
@@ -220,7 +224,7 @@ class Trainer:
             self.save_state(state)
 
     def _agree(self, total: int) -> int:
-        """Rank 0's number of anchors, for everybody."""
+        """Rank 0's number, for everybody."""
         if self.ranks.count == 1:
             return total
         value = torch.tensor(total, device=self.target.device)
@@ -259,7 +263,7 @@ class Trainer:
             for numbers in step.rows[:VALIDATION_ROWS]:
                 chosen = [documents[i] for i in numbers]
                 anchors = pick_anchors(chosen, self.options.row_anchors, self.config.gamma, 1e9, None)
-                batch = self._collate([self.reader.read(chosen)], [numbers], [anchors], self.held_out)
+                batch = self._collate(self.reader.read([chosen]), [numbers], [anchors], self.held_out)
                 self._validation.append((batch, batch.weight[..., -1] > 0))
         return self._validation
 

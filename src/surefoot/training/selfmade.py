@@ -1,0 +1,163 @@
+"""Prompts that the target makes up itself: the collector `self`.
+
+A chat model that is given its template up to the point where the user speaks goes on as a user. Text of that kind is what
+the model was tuned to answer, there is as much of it as one wants, and nobody has to collect it. A model without a chat
+template goes on from a few first words instead.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from surefoot.targets.target import Target
+from surefoot.training.progress import Progress
+from surefoot.training.prompts import Prompt
+from surefoot.training.sampler import BulkSampler, Job, Text
+
+TEMPERATURE = 0.9
+LONGEST, BASE_LONGEST = 112, 32  # tokens of a made-up prompt; a base model's is only a beginning
+_SHORTEST = 20  # characters
+_PLACE = "<<the user speaks here>>"
+_STUB = "```python\ndef"  # tokens begin with their space
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How prompts of one workload begin."""
+
+    workload: str
+    system: str | None  # None: whatever the template says by itself
+    starts: tuple[str, ...]
+    endings: tuple[str, ...] = ("",)
+
+
+CHAT = (
+    Opening(
+        "code",
+        None,
+        (
+            "Write a function that", "Write a Python function to", "Write a python function to find",
+            "Write a python function to check", "Write a function to", "Write a Python program that", "Implement a class",
+            "Given a list of", "Given a string", "Implement", "How do I", "Create a Python", "Write a method",
+            "Explain what this code does", "Write a regular expression", "Write a SQL query", "Write unit tests for",
+            "Using Python,", "I have a list of", "Fix the bug in", "What is the difference between", "Write a script",
+        ),
+    ),
+    Opening(
+        "stub",
+        None,
+        (
+            f"Complete the function:\n{_STUB}", f"Write the body of this function:\n{_STUB}",
+            f"Implement this function so that its examples hold:\n{_STUB}",
+            "Finish this:\n```python\nfrom typing import List\n\n\ndef", f"Solve this problem:\n{_STUB}",
+        ),
+    ),
+    Opening(
+        "math",
+        "You are a maths tutor.",
+        (
+            "Find the", "What is the", "How many", "If", "Let $", "Solve", "Compute", "Simplify", "A train", "A shop",
+            "A farmer", "A box", "Two", "Suppose", "In a triangle", "The sum of", "Evaluate", "What is the value of", "Determine",
+            "Maria has", "Tom buys", "A school", "Each", "John is", "Sara works", "There are", "A bag contains",
+            "Find all", "The number", "Express", "Factor", "A circle", "What is the probability", "For what value of",
+        ),
+        ("", "", " Think step by step.", "\nShow each step, then write the result inside \\boxed{}.",
+         "\nReason in steps and end with the answer in \\boxed{}."),
+    ),
+    Opening(
+        "chat",
+        "You are a friendly assistant for everyday questions, writing and advice.",
+        (
+            "Write a", "Explain", "What are", "How can I", "Give me", "Describe", "Imagine you are", "Compose", "Why",
+            "Can you", "Tell me", "Draft an email", "Summarize", "Compare", "Suggest", "Pretend", "What would", "I am",
+            "My friend", "Help me", "Act as", "Write a short story", "Write a blog post", "Who", "Which", "Is it",
+            "Rewrite the following", "Discuss", "Plan a", "Edit the following paragraph",
+        ),
+    ),
+)  # fmt: skip
+BASE = (
+    Opening(
+        "code",
+        None,
+        (
+            "def", "class", "import", "from", "#!/usr/bin/env python\n", "```python\ndef", '"""', "#", "function",
+            "async def", "@property\n    def", "    def __init__(self, ", "if __name__", "const", "#include <",
+            "Write a function that", "Write a Python function to",
+        ),
+    ),
+    Opening(
+        "text",
+        None,
+        (
+            "The", "In", "A", "How", "What", "Question:", "This", "When", "If", "I", "We", "There", "One",
+            "Find the", "It was", "For", "Solve", "Let", "Explain", "Write a", "Why", "John", "According to", "To",
+        ),
+    ),
+)  # fmt: skip
+
+
+def make_up(target: Target, count: int, seed: int, progress: Progress, *, rows: int) -> Iterator[Prompt]:
+    """`count` tries at a prompt; what does not come to an end, or says nothing, is left out.
+
+    Args:
+        rows: texts the target writes at a time.
+    """
+    tokenizer, rng = target.tokenizer, random.Random(seed)
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    openings = CHAT if chat else BASE
+    longest = LONGEST if chat else BASE_LONGEST
+    begun: dict[int, tuple[Opening, str]] = {}
+    jobs = []
+    for index in range(count):
+        opening = openings[index % len(openings)]
+        start = rng.choice(opening.starts)
+        text = _before_the_user(tokenizer, opening.system) + start if chat else start
+        tokens = tokenizer.encode(text, add_special_tokens=not chat)
+        begun[index] = (opening, start)
+        jobs.append(Job(index, tuple(tokens), TEMPERATURE, longest, rng.getrandbits(62)))
+    sampler = BulkSampler(target, rows=min(rows, count), max_len=longest + max(len(job.tokens) for job in jobs))
+    finished = 0
+    for texts in sampler.run(jobs):
+        finished += len(texts)
+        progress.update(finished / count, f"{finished} of {count} prompts made up")
+        for written in texts:
+            opening, start = begun[written.job.index]
+            said = _trimmed(start + _spoken(tokenizer, written), written.ended, chat)
+            if said is not None:
+                ending = opening.endings[written.job.index // len(openings) % len(opening.endings)]
+                yield Prompt(said + ending, "code" if opening.workload == "stub" else opening.workload, chat)
+
+
+def _before_the_user(tokenizer: Any, system: str | None) -> str:
+    turns = [{"role": "user", "content": _PLACE}]
+    if system is not None:
+        turns.insert(0, {"role": "system", "content": system})
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception:  # some templates refuse a system's turn, each with an error of its own
+        text = tokenizer.apply_chat_template(turns[-1:], tokenize=False, add_generation_prompt=True)
+    return str(text).partition(_PLACE)[0]
+
+
+def _spoken(tokenizer: Any, text: Text) -> str:
+    return str(tokenizer.decode(text.tokens[len(text.job.tokens) :].tolist(), skip_special_tokens=True))
+
+
+def _trimmed(said: str, ended: bool, chat: bool) -> str | None:
+    """The question without the answer that models like to append, or None.
+
+    A function to be completed ends with its docstring; anything else with its first paragraph.
+    """
+    if not chat:
+        return said if len(said) >= _SHORTEST else None
+    head, stub, body = said.partition("```python\n")
+    if stub:
+        parts = body.split('"""', 2)
+        return f'{head}{stub}{parts[0]}"""{parts[1]}"""\n```' if len(parts) == 3 else None
+    paragraph, rest, _ = said.strip().partition("\n\n")
+    if not (ended or rest) or len(paragraph) < _SHORTEST or "```" in paragraph:
+        return None
+    return paragraph.strip()

@@ -111,7 +111,8 @@ class LLM:
     Args:
         model: an alias (`qwen2.5-coder-0.5b`, `gemma3-270m`), a Hugging Face id, a local directory, a GGUF file, or a
             `Target` that is loaded already.
-        drafter: `auto` (the best one that fits the target), `none`, `prompt-lookup`, a checkpoint, or a `Drafter`.
+        drafter: `auto` (the one shipped for this target and prompt lookup in one; prompt lookup alone where none is), `none`,
+            `prompt-lookup`, a checkpoint, `prompt-lookup+CHECKPOINT` (both in one), or a `Drafter`.
         gamma: drafts per block; None takes what the drafter was trained for.
         width: how many drafts are verified: None lets the planner decide, a number fixes it, a pattern such as `"0,3,1"`
             rotates through widths step by step.

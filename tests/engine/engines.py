@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from surefoot.drafters.base import Drafter
+from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.config import DSparkConfig
 from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
@@ -20,6 +22,7 @@ from surefoot.engine.request import Request
 from surefoot.engine.step import StepInputs
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
+from surefoot.speculation.sources import SourceChoice
 from surefoot.targets.target import Target
 
 
@@ -56,6 +59,10 @@ def tiny_drafter(target: Target, name: str, gamma: int) -> Drafter | None:
         return None
     if name == "prompt-lookup":
         return PromptLookupDrafter(gamma, min_match=1)
+    if name.startswith("combined-"):  # both sources get their share: a match of one or two tokens is drafted for
+        trained = tiny_drafter(target, name.removeprefix("combined-"), gamma)
+        assert trained is not None
+        return combine_at(trained, gamma, threshold=3)
     changes: dict[str, dict[str, Any]] = {
         "dspark": {},
         "dspark-gated": {"markov_head_type": "gated"},
@@ -64,6 +71,22 @@ def tiny_drafter(target: Target, name: str, gamma: int) -> Drafter | None:
         "dflash": {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False},
     }
     return tiny_dspark(target, gamma, **changes[name])
+
+
+class FixedChoice(SourceChoice):
+    """Matches of `threshold` or more tokens are looked up, whatever is learned."""
+
+    threshold = 3
+
+    def takes_lookup(self, requests: int, context: float, skips_model: bool = True) -> Any:
+        return np.arange(self.longest_match + 1) >= self.threshold
+
+
+def combine_at(trained: Drafter, gamma: int, threshold: int) -> CombinedDrafter:
+    lookup = PromptLookupDrafter(gamma, min_match=1)
+    choice = FixedChoice(gamma, trained.gamma, lookup.max_match)
+    choice.threshold = threshold
+    return CombinedDrafter(lookup, trained, choice)
 
 
 class QueueDevice:

@@ -238,8 +238,8 @@ class TestNegativeControls:
     def test_width_chosen_by_looking_at_the_drafted_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
         honest = step.DecodeStep._allocate
 
-        def peeking(self: Any, inputs: Any, draft: Draft, confidence: Any) -> Any:
-            widths = honest(self, inputs, draft, confidence).clone()
+        def peeking(self: Any, inputs: Any, limits: Any, draft: Draft, confidence: Any) -> Any:
+            widths = honest(self, inputs, limits, draft, confidence).clone()
             drafted = inputs.num_drafted
             widths[:drafted] = torch.where(draft.tokens[:, 0] >= 3, 0, widths[:drafted])
             return widths

@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from surefoot.engine.output import REPLACEMENT, Detokenizer, OutputEvent, OutputProcessor, TokenLogprobs, certain
+from surefoot.engine.output import (
+    REPLACEMENT,
+    ByteDetokenizer,
+    Detokenizer,
+    OutputEvent,
+    OutputProcessor,
+    TokenLogprobs,
+    certain,
+    detokenizer_for,
+)
 from surefoot.errors import RequestError
 from surefoot.sampling import SamplingParams
 from tests.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
@@ -65,8 +75,11 @@ def full_text(kind: str, ids: Sequence[int], final: bool) -> str:
     """Text of all ids at once; unless `final`, without what the next token may still change."""
     if kind == "byte-fallback":
         return fallback_text(ids, final)
-    text = BYTE_LEVEL.decode(list(ids), skip_special_tokens=True)
-    return text if final else certain(text)
+    if final:
+        return BYTE_LEVEL.decode(list(ids), skip_special_tokens=True)
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    names = "".join(BYTE_LEVEL.convert_ids_to_tokens([token for token in ids if token != BYTE_LEVEL.eos_token_id]))
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(byte_of[name] for name in names))
 
 
 def brute_force(kind: str, ids: Sequence[int], params: SamplingParams, eos: int) -> tuple[int, str, str | None, Any]:
@@ -152,9 +165,21 @@ def test_text_continues_the_prompt_exactly_as_the_tokenizer_decodes_both(kind: s
     ids = ids_of(tokenizer, "".join(words))
     while cut < len(ids) and certain(full_text(kind, ids[:cut], True)) != full_text(kind, ids[:cut], True):
         cut += 1  # not inside a character
-    stream = Detokenizer(tokenizer, ids[:cut])
-    text = "".join(map(stream.push, ids[cut:])) + stream.flush()
-    assert tokenizer.decode(ids[:cut]) + text == tokenizer.decode(ids)
+    for stream in (Detokenizer(tokenizer, ids[:cut]), detokenizer_for(tokenizer, ids[:cut])):
+        text = "".join(map(stream.push, ids[cut:])) + stream.flush()
+        assert tokenizer.decode(ids[:cut]) + text == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, 300), max_size=24), cut=st.integers(0, 24), skip=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_strings_of_bytes_read_as_the_tokenizer_reads_them(ids: list[int], cut: int, skip: bool) -> None:
+    """Malformed bytes in prompt and output included: the general way and the short one give the same text."""
+    ids = [token for token in ids if token < len(BYTE_LEVEL)]
+    streams = Detokenizer(BYTE_LEVEL, ids[:cut], skip), ByteDetokenizer(BYTE_LEVEL, ids[:cut], skip)
+    one, other = ("".join(map(stream.push, ids[cut:])) + stream.flush() for stream in streams)
+    assert one == other
+    if not cut:
+        assert one == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
 
 
 # --- the output contract, line by line --------------------------------------------------------------------------------

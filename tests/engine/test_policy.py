@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from surefoot.drafters.base import Draft, DraftContext, DraftSampler
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
+from surefoot.speculation.planner import Decision
 from surefoot.speculation.statistics import InactiveError
 from tests.engine.engines import EngineUnderTest, build
 from tests.tiny_models import tiny_target
@@ -83,12 +85,12 @@ class TestAppendixA:
                     made.decision, made.decide = None, lambda survival, limits: best_budget(survival, made)
                 return made
 
-            def best_budget(survival: Tensor, made: Any) -> int:
+            def best_budget(survival: Tensor, made: Any) -> Decision:
                 expected = 1 + torch.cat([torch.zeros(1), survival[0].cumsum(0)])
                 rates = expected / torch.tensor([1.0, 2.0, 1 / 0.45])
                 honest = engine.policy.stale.decide(engine.policy.board.read(made.load.step, made.seats), made.load)
                 made.decision = honest
-                return int(rates.argmax())
+                return replace(honest, budget=int(rates.argmax()))
 
             engine.policy.plan = look_ahead  # type: ignore[method-assign]
         params = SamplingParams(temperature=1, max_tokens=3, logit_bias={0: self.BIAS})

@@ -128,10 +128,10 @@ def test_packing_leaves_a_tied_embedding_alone():
 
 
 def test_num_bytes_and_moves():
-    packed = PackedLinear(torch.randn(32, 8).bfloat16())
-    assert packed.num_bytes == 32 * 8 * 2
-    assert PackedLinear(torch.randn(32, 8), quantize="int8").num_bytes == 32 * 8 + 32 * 4
-    x = torch.randn(1, 8).bfloat16()
+    packed = PackedLinear(torch.randn(64, 32).bfloat16())
+    assert packed.num_bytes == 64 * 32 * 2
+    assert PackedLinear(torch.randn(64, 32), quantize="int8").num_bytes == 64 * 32 + 64 * 4
+    x = torch.randn(1, 32).bfloat16()
     assert torch.equal(packed.to(torch.float32)(x), packed(x))
 
 

@@ -53,7 +53,7 @@ def test_a_broken_compiler_gives_one_warning_with_the_reason(tmp_path):
 def test_processes_may_build_at_once(tmp_path):
     """Two first starts race in an empty cache: both work, one library remains, nothing else is left behind."""
     compiler = tmp_path / "quick-compiler"  # the real build takes half a minute: hand out the library that exists
-    library = native.cache_directory() / "native" / native.build_key() / native.LIBRARY
+    library = native.library()
     compiler.write_text(
         f"#!{sys.executable}\nimport shutil, sys, time\ntime.sleep(2.5)\n"
         f"shutil.copy({str(library)!r}, sys.argv[sys.argv.index('-o') + 1])\n"

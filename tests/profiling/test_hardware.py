@@ -53,3 +53,21 @@ def test_missing_native_kernels_come_with_their_reason(monkeypatch: pytest.Monke
     assert hardware.native_kernels() == (True, "")
     monkeypatch.setenv("SUREFOOT_NATIVE", "0")
     assert hardware.native_kernels() == (False, "switched off by SUREFOOT_NATIVE=0")
+
+
+def test_caches_are_read_with_their_units(tmp_path: Path) -> None:
+    for index, size in enumerate(("32K\n", "2048K\n", "33M\n", "\n")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size)
+    assert hardware.last_level_cache(tmp_path) == 33 << 20
+    assert hardware.last_level_cache(tmp_path / "nowhere") == 0
+
+
+def test_every_instruction_set_is_used_offered_or_explained() -> None:
+    found = hardware.instruction_sets(native.available())
+    if not native.available():
+        assert found == {"isa": "", "isas_missing": ()}
+        return
+    explained = [text.split(" (")[0] for text in found["isas_missing"]]
+    assert set(explained) == {isa for isa in native.ISAS if native.missing(isa)}
+    assert found["isa"] not in explained

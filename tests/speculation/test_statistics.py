@@ -45,8 +45,9 @@ def total(records: list[StepRecord]) -> Statistics:
     statistics = Statistics()
     for record in records:
         statistics.record(record)
-        for block in record.blocks:
-            statistics.record_confidence([0.5] * GAMMA, block.width, block.accepted)
+        if record.blocks:
+            _, widths, accepted, _, _ = map(np.array, zip(*record.blocks, strict=True))
+            statistics.record_confidence(np.full((len(widths), GAMMA), 0.5), widths, accepted)
     return statistics
 
 
@@ -90,8 +91,11 @@ def test_one_request_by_hand() -> None:
 
 def test_calibration_error_counts_only_what_is_known() -> None:
     statistics = Statistics()
-    statistics.record_confidence([0.9, 0.8, 0.7], width=3, accepted=1)  # known everywhere: rejected at 2
-    statistics.record_confidence([0.5, 0.4, 0.3], width=1, accepted=1)  # nothing is known behind position 1
+    statistics.record_confidence(
+        np.array([[0.9, 0.8, 0.7], [0.5, 0.4, 0.3]]),
+        widths=np.array([3, 1]),
+        accepted=np.array([1, 1]),  # known everywhere: rejected at 2; nothing is known behind position 1
+    )
     np.testing.assert_allclose(statistics.calibration_error, [(1.4 - 2) / 2, 0.8, 0.7])
 
 

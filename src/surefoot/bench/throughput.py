@@ -15,6 +15,7 @@ from typing import Any
 
 from surefoot.drafters.base import Drafter
 from surefoot.engine.assembly import make_policy
+from surefoot.engine.device import device_for
 from surefoot.engine.engine import Engine, EngineConfig
 from surefoot.engine.request import Request
 from surefoot.engine.trace import StepReport
@@ -50,7 +51,7 @@ def build_arms(
     Raises:
         ConfigurationError: an arm that does not exist, or one that needs a drafter where there is none.
     """
-    arms = []
+    arms, device = [], device_for(target.device)
     for name in names:
         kind, _, width = name.partition(":")
         if kind not in ("none", "fixed", "adaptive") or (kind == "fixed") != width.isdecimal():
@@ -72,8 +73,9 @@ def build_arms(
             width=int(width) if width else None,
             config=config,
             cost_table=cost_table if kind == "adaptive" else "none",
+            reads_are_free=device.reads_are_free,
         )
-        arms.append(Arm(name, Engine(target, chosen, policy, config)))
+        arms.append(Arm(name, Engine(target, chosen, policy, config, device=device)))
     return arms
 
 

@@ -95,6 +95,7 @@ class BlockManager:
     ) -> None:
         self.windows, self.block_size, self.prefix_reuse = windows, block_size, prefix_reuse
         self.pools = [BlockPool(count) for count in group_blocks]
+        self._sliding = [group for group, window in enumerate(windows) if window is not None]
         self.sequences: dict[int, Sequence] = {}
 
     def admit(self, slot: int, token_ids: list[int]) -> int:
@@ -147,11 +148,6 @@ class BlockManager:
         window = self.windows[group]
         return 0 if window is None else max(0, length - window + 1) // self.block_size
 
-    def blocks_missing(self, slot: int, length: int) -> list[int]:
-        """Blocks each group lacks to hold `length` positions of `slot`."""
-        needed = -(-length // self.block_size)
-        return [max(0, needed - len(blocks)) for blocks in self.sequences[slot].blocks]
-
     def reserve(self, slot: int, length: int) -> list[tuple[int, int, list[int]]] | None:
         """Hold blocks for `length` positions of `slot`.
 
@@ -160,16 +156,18 @@ class BlockManager:
         Returns:
             (group, first block index, new block ids) of every group that grew; None, with nothing taken, when a pool is empty.
         """
-        missing = self.blocks_missing(slot, length)
-        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
+        held = self.sequences[slot].blocks
+        first = len(held[0])  # as long in every group
+        count = -(-length // self.block_size) - first
+        if count <= 0:
+            return []
+        if any(count > pool.num_free for pool in self.pools):
             return None
         grown = []
-        for group, (count, pool) in enumerate(zip(missing, self.pools, strict=True)):
-            if count:
-                held = self.sequences[slot].blocks[group]
-                new = [pool.allocate() for _ in range(count)]
-                grown.append((group, len(held), new))
-                held.extend(new)
+        for group, (blocks, pool) in enumerate(zip(held, self.pools, strict=True)):
+            new = [pool.allocate() for _ in range(count)]
+            grown.append((group, first, new))
+            blocks.extend(new)
         return grown
 
     def table(self, slot: int) -> list[tuple[int, int, list[int]]]:
@@ -193,12 +191,12 @@ class BlockManager:
                 block = sequence.blocks[group][index]
                 if block:
                     pool.register(block, key)
-        for group, pool in enumerate(self.pools):
+        for group in self._sliding:
             blocks = sequence.blocks[group]
             first = min(self._first_visible(group, length), len(blocks))
             for index in range(sequence.freed[group], first):
                 if blocks[index]:
-                    pool.release(blocks[index])
+                    self.pools[group].release(blocks[index])
                     blocks[index] = 0
             sequence.freed[group] = max(sequence.freed[group], first)
 

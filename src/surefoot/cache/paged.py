@@ -77,9 +77,8 @@ class PagedCache:
 
     def cache_slots(self, group: int, row_slot: Tensor, positions: Tensor) -> Tensor:
         """Cache slots of rows: [T] int64 from state slots [T] and absolute positions [T]."""
-        table = self.block_tables[group]
-        block = table[row_slot, positions // self.block_size].to(torch.int64)
-        return block * self.block_size + positions % self.block_size
+        block = self.block_tables[group][row_slot, positions // self.block_size]
+        return torch.add(positions % self.block_size, block, alpha=self.block_size)
 
     @property
     def num_bytes(self) -> int:

@@ -71,7 +71,8 @@ Drafter = Annotated[
     typer.Option(
         "--drafter",
         "-d",
-        help="auto, none, prompt-lookup, or a DSpark / DFlash checkpoint (directory or Hugging Face id).",
+        help="auto (the one shipped for the target and prompt lookup in one, or prompt lookup alone), none, prompt-lookup, a "
+        "DSpark / DFlash checkpoint (directory or Hugging Face id), or prompt-lookup+CHECKPOINT for both.",
         autocompletion=complete_drafter,
         rich_help_panel=_SPECULATION,
     ),

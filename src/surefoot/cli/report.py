@@ -31,7 +31,10 @@ def acceptance_by_position(statistics: RequestStatistics) -> list[float]:
 
 
 def statistics_as_dict(statistics: RequestStatistics) -> dict[str, Any]:
-    """Counters of one request; lists are indexed by draft position (0 is x₁), the histogram by width."""
+    """Counters of one request; lists are indexed by draft position (0 is x₁), the histogram by width.
+
+    `sources` counts the steps by who drafted, of a drafter that has several sources.
+    """
     return {
         "steps": statistics.steps,
         "drafted": statistics.drafted,
@@ -43,6 +46,7 @@ def statistics_as_dict(statistics: RequestStatistics) -> dict[str, Any]:
         "accepted_by_position": statistics.accepted_by_position,
         "acceptance_by_position": acceptance_by_position(statistics),
         "width_histogram": width_histogram(statistics),
+        **({"sources": dict(statistics.sources)} if statistics.sources else {}),
     }
 
 
@@ -85,6 +89,8 @@ def statistics_line(output: RequestOutput) -> str:
             f"accepted length {accepted_length(statistics):.2f}",
             f"acceptance by position {shares} %" if shares else "nothing verified",
         ]
+        if statistics.sources:
+            parts.append("drafted by " + ", ".join(f"{name} {n}" for name, n in statistics.sources.most_common()))
     else:
         parts.append("nothing drafted")
     parts.append(f"finished: {output.finish_reason}")
@@ -92,9 +98,9 @@ def statistics_line(output: RequestOutput) -> str:
 
 
 def planner_note(llm: LLM) -> str:
-    """What decides the widths, such as `verifies everything: no cost table`; empty without a drafter."""
-    planner = llm.describe().get("planner")
-    return f"planner {planner}" if planner else ""
+    """Who drafts, and what decides the widths: `drafter prompt-lookup; planner verifies everything: no cost table …`."""
+    engine = llm.describe()
+    return "; ".join(f"{name} {engine[name]}" for name in ("drafter", "planner") if engine.get(name))
 
 
 def histogram_text(histogram: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -26,6 +26,42 @@ class DraftSampler(Protocol):
 
         Returns:
             [R] int64 drafted tokens as *target* ids.
+        """
+        ...
+
+    def only(self, rows: Tensor) -> None:
+        """Draw for these requests alone ([N] int64, ascending), before the first `draw`; then R is N."""
+        ...
+
+
+@dataclass(frozen=True)
+class BlockDraw:
+    """How all tokens of a block are drawn, one row a request; stages that are None are off for every request."""
+
+    temperature: Tensor | None = None  # [R] float32; None: every request takes its largest logit
+    uniforms: Tensor | None = None  # [R, gamma] float64 in [0, 1), with `temperature`
+    top_k: Tensor | None = None  # [R] int64, 0 = off
+    top_p: Tensor | None = None  # [R] float32, 1 = off
+    min_p: Tensor | None = None  # [R] float32, 0 = off
+
+
+@runtime_checkable
+class BlockwiseSampler(DraftSampler, Protocol):
+    """A sampler that can hand over the drawing of a whole block, instead of being asked token by token."""
+
+    def block_draw(self) -> BlockDraw | None:
+        """What to draw with; None where the processing of x_k looks at x_<k (penalties), or otherwise wants `draw`."""
+        ...
+
+    def take(self, draft_ids: Tensor, probs: Tensor | None) -> Tensor:
+        """Remember what was drawn as if by `draw`.
+
+        Args:
+            draft_ids: [R, gamma] int64, drawn columns.
+            probs: [R, gamma, V_draft] float32, the distributions they were drawn from; None without a temperature.
+
+        Returns:
+            [R, gamma] int64 drafted tokens as target ids.
         """
         ...
 
@@ -52,6 +88,10 @@ class Draft:
         None  # [R, gamma] float32 for the online estimator: top-2 margin of q_k, or the match length
     )
     point_mass: bool = False  # q is 1 on `tokens`; the sampler was not used
+    # Of a drafter that has several sources (`combined.py`):
+    source: Tensor | None = None  # [R] int64, which one proposed this block; -1: nothing was proposed
+    drawn: Tensor | None = None  # [R] int64, the sampler's row of this block; -1: a point mass (None: all, in order)
+    model_rows: int | None = None  # requests the model's pass ran for (None: all)
 
 
 class Drafter(Protocol):

@@ -108,6 +108,7 @@ def load_drafter(
 
     tensors = headers.load(set(expected))
     model.load_state_dict({name: t.to(dtype or stored) for name, t in tensors.items()}, assign=True)
+    model.int8 = headers.load_int8(set(expected))
     return DSparkDrafter(model.to(device).eval(), gamma, origin=str(path_or_id))
 
 
@@ -220,6 +221,16 @@ class _Headers:
                         tensor = tensor.to(torch.float32) * handle.get_tensor(name + _SCALE).unsqueeze(1)
                     tensors[name] = tensor
         return tensors
+
+    def load_int8(self, names: set[str]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Values [N, K] int8 and row scales [N] float32 of those matrices that are stored so."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for file in self.files:
+            with safe_open(file, "pt") as handle:
+                for name in names:
+                    if self._home.get(name) == file and name + _SCALE in self.shapes:
+                        found[name] = handle.get_tensor(name), handle.get_tensor(name + _SCALE)
+        return found
 
 
 def _resolve(path_or_id: str | Path) -> Path:

@@ -15,10 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.cache.paged import LayerSpec, PagedCache
-from surefoot.drafters.base import Draft, DraftContext, DraftSampler
+from surefoot.drafters.base import BlockwiseSampler, Draft, DraftContext, DraftSampler
 from surefoot.drafters.config import DSparkConfig
 from surefoot.drafters.heads import ConfidenceHead, MarkovHead
 from surefoot.errors import DrafterError
+from surefoot.kernels import native
+from surefoot.kernels.attention import paged_attention
+from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm
+from surefoot.kernels.elementwise import rotary as rotate_rows
+from surefoot.kernels.linear import PackedLinear
+from surefoot.kernels.sequential import draft_block
 
 if TYPE_CHECKING:
     from surefoot.kernels.packing import FlatBatch
@@ -33,6 +39,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
+_FUSED_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class RMSNorm(nn.Module):
@@ -44,6 +51,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(*shape)) if scale else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight is not None and not torch.is_grad_enabled():
+            if self.weight.dim() == 1:
+                return rms_norm(x, self.weight, self.eps)
+            return torch.stack([rms_norm(x[..., i, :], w, self.eps) for i, w in enumerate(self.weight)], -2)
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide if self.weight is None else wide * self.weight.to(torch.float32)).to(x.dtype)
@@ -58,12 +69,22 @@ class Rotary(nn.Module):
         super().__init__()
         inv_freq, self.scale = _frequencies(config, layer_type)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self._table: Tensor | None = None  # [positions, 2, rotary_dim]
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions [...] int64 -> cos and sin [..., rotary_dim]."""
         angles = positions.unsqueeze(-1).to(torch.float32) * self.inv_freq.to(torch.float32)
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+    def look_up(self, positions: Tensor, dtype: torch.dtype, limit: int) -> Rotation:
+        """The same from a table of all positions below `limit`, made on first use: [T] int64 -> [T, rotary_dim] each."""
+        table = self._table
+        if table is None or len(table) < limit or table.dtype != dtype or table.device != positions.device:
+            table = torch.stack(self(torch.arange(limit, device=positions.device), dtype), 1)
+            self._table = table
+        cos, sin = table[positions].unbind(1)
+        return cos, sin
 
 
 def _frequencies(config: DSparkConfig, layer_type: str) -> tuple[Tensor, float]:
@@ -95,6 +116,8 @@ def _frequencies(config: DSparkConfig, layer_type: str) -> tuple[Tensor, float]:
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the leading rotary_dim of every head: x [..., H, D] by cos, sin [..., rotary_dim]."""
+    if x.dim() == 3 and not torch.is_grad_enabled():
+        return rotate_rows(x, *rotation)
     cos, sin = (t.unsqueeze(-2) for t in rotation)
     dim = cos.shape[-1]
     turned, rest = x[..., :dim], x[..., dim:]
@@ -118,16 +141,40 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, eps=eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=eps) if config.qk_norm else nn.Identity()
         self.v_norm = RMSNorm(config.head_dim, eps=eps, scale=False) if config.value_norm else nn.Identity()
+        self.qkv_proj: PackedLinear | None = None  # all three, once packed
 
     def query(self, x: Tensor, rotation: Rotation) -> Tensor:
         """[..., d] -> [..., Hq, D]."""
-        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rotation)
+        return self._rotated(self.q_proj(x), self.q_norm, rotation)
 
     def key_value(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """[..., d] of context or block -> key and value [..., Hkv, D]."""
-        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        value = key if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        return rotate(self.k_norm(key), rotation), self.v_norm(value)
+        return self.finish(rotation, *(layer(x) for layer in self.key_value_layers))
+
+    def query_key_value(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., d] of the block -> query, key and value."""
+        if self.qkv_proj is None:
+            return self.query(x, rotation), *self.key_value(x, rotation)
+        query, *key_value = self.qkv_proj.split(self.qkv_proj(x))
+        return self._rotated(query, self.q_norm, rotation), *self.finish(rotation, *key_value)
+
+    def finish(self, rotation: Rotation, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Projected key and value [..., Hkv * D] (one for both: `value` None) -> normalised and rotated [..., Hkv, D]."""
+        return self._rotated(key, self.k_norm, rotation), self.v_norm(self._heads(key if value is None else value))
+
+    @property
+    def key_value_layers(self) -> tuple[nn.Linear, ...]:
+        return (self.k_proj,) if self.v_proj is None else (self.k_proj, self.v_proj)
+
+    def _rotated(self, x: Tensor, norm: nn.Module, rotation: Rotation) -> Tensor:
+        return rotate(norm(self._heads(x)), rotation)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+    def fuse(self, stored: set[nn.Module]) -> None:
+        self.qkv_proj = _packed([self.q_proj, *self.key_value_layers], stored)
+        del self.q_proj, self.k_proj, self.v_proj
 
 
 class GatedMLP(nn.Module):
@@ -137,9 +184,18 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.activation = _ACTIVATIONS[config.hidden_act]
+        self.fused_activation = _FUSED_ACTIVATIONS.get(config.hidden_act)
+        self.gate_up_proj: PackedLinear | None = None  # both, once packed
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gate_up_proj is not None and self.fused_activation is not None:
+            return self.down_proj(gated_activation(self.gate_up_proj(x), self.fused_activation))
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+    def fuse(self, stored: set[nn.Module]) -> None:
+        if self.fused_activation is not None:
+            self.gate_up_proj = _packed([self.gate_proj, self.up_proj], stored)
+            del self.gate_proj, self.up_proj
 
 
 class DraftLayer(nn.Module):
@@ -166,7 +222,7 @@ class DraftLayer(nn.Module):
     def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         attention = self.self_attn
         normed = self.input_layernorm(hidden)
-        mixed = attend(self.index, attention.query(normed, rotation), *attention.key_value(normed, rotation))
+        mixed = attend(self.index, *attention.query_key_value(normed, rotation))
         mixed = attention.o_proj(mixed.flatten(-2))
         if not self.sandwich:
             hidden = hidden + mixed
@@ -239,6 +295,8 @@ class DSparkModel(nn.Module):
         # In a tuple, so that the target does not become a submodule: its weights are not ours to move, save or train.
         self._target: tuple[Target, ...] = ()
         self._borrowed: set[str] = set()
+        self.int8: dict[str, tuple[Tensor, Tensor]] = {}  # matrices as stored: values [N, K] int8, scale [N] float32
+        self.context_proj: PackedLinear | None = None  # key and value projections of all layers, once packed
 
     @property
     def dtype(self) -> torch.dtype:
@@ -268,6 +326,42 @@ class DSparkModel(nn.Module):
             self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
             self._borrowed.add("lm_head")
 
+    @torch.no_grad()
+    def pack(self) -> bool:
+        """Make every product a packed one for serving on the CPU, those of the same input one product.
+
+        Matrices that were stored as int8 are read as int8. Afterwards the model can be neither trained nor saved.
+
+        Returns:
+            Whether it was done: only on a CPU with native kernels.
+        """
+        if not native.available() or any(parameter.device.type != "cpu" for parameter in self.parameters()):
+            return False
+        stored = self._restore_int8()
+        attentions = [layer.self_attn for layer in self.layers if layer.self_attn.qkv_proj is None]
+        if all(type(part) is nn.Linear for each in attentions for part in each.key_value_layers) and attentions:
+            self.context_proj = _packed([part for each in attentions for part in each.key_value_layers], stored)
+            for layer in self.layers:
+                layer.self_attn.fuse(stored)
+                layer.mlp.fuse(stored)
+        for parent in list(self.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(parent, name, _packed([child], stored))
+        return True
+
+    def _restore_int8(self) -> set[nn.Module]:
+        """Give layers that were stored as int8, and not changed since, their exact weights (float32), and name them."""
+        stored: set[nn.Module] = set()
+        modules = dict(self.named_modules())
+        for name, (values, scale) in self.int8.items():
+            layer, exact = modules.get(name.removesuffix(".weight")), values * scale.unsqueeze(1)
+            if type(layer) is nn.Linear and torch.equal(layer.weight, exact.to(layer.weight.dtype)):
+                layer.weight = nn.Parameter(exact, requires_grad=False)
+                stored.add(layer)
+        self.int8 = {}
+        return stored
+
     def own_tensors(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint: the state without what belongs to the target."""
         return {name: t for name, t in self.state_dict().items() if name.split(".")[0] not in self._borrowed}
@@ -286,13 +380,16 @@ class DSparkModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Base draft logits U, before the sequential head: [..., d] -> [..., V_draft] float32."""
+        return self.head_logits(hidden).to(torch.float32)
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` as the head gives them, in its own dtype where nothing follows it."""
         head = self.lm_head if self.lm_head is not None else self._lender("lm_head").lm_head
         inputs, weight = self.head_input(hidden), head.weight
         if isinstance(weight, Tensor) and weight.is_floating_point():  # a quantised head takes any dtype
             inputs = inputs.to(weight.dtype)
-        base = head(inputs).to(torch.float32)
-        cap = self.config.final_logit_softcapping
-        return base if cap is None else torch.tanh(base / cap) * cap
+        base, cap = head(inputs), self.config.final_logit_softcapping
+        return base if cap is None else torch.tanh(base.to(torch.float32) / cap) * cap
 
     def _lender(self, name: str) -> Target:
         if not self._target:
@@ -308,13 +405,27 @@ class DSparkModel(nn.Module):
             features = self.feature_norm(features.unflatten(-1, (-1, self.config.target_width))).flatten(-2)
         return self.hidden_norm(self.fc(features))
 
-    def rotations(self, positions: Tensor) -> dict[str, Rotation]:
-        """Rotations of absolute positions [...] by layer type."""
-        return {kind: rotary(positions, self.dtype) for kind, rotary in self.rotary.items()}
+    def context_key_values(self, features: Tensor, positions: Tensor, limit: int) -> list[tuple[Tensor, Tensor]]:
+        """Key and value of every layer for context rows: [T, m * d_target], [T] below `limit` -> [T, Hkv, D] each."""
+        context, rotations = self.context(features), self.rotations(positions, limit)
+        turns = [(layer.self_attn, rotations[layer.layer_type]) for layer in self.layers]
+        if self.context_proj is None:
+            return [attention.key_value(context, rotation) for attention, rotation in turns]
+        parts = iter(self.context_proj.split(self.context_proj(context)))
+        separate = not self.config.attention_k_eq_v
+        return [
+            attention.finish(rotation, next(parts), next(parts) if separate else None) for attention, rotation in turns
+        ]
 
-    def backbone(self, block_tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [..., d] of block slots, given their tokens and absolute positions [...]."""
-        rotations = self.rotations(positions)
+    def rotations(self, positions: Tensor, limit: int | None = None) -> dict[str, Rotation]:
+        """Rotations of absolute positions [...] by layer type; with a `limit` on them, looked up."""
+        if limit is None:
+            return {kind: rotary(positions, self.dtype) for kind, rotary in self.rotary.items()}
+        return {kind: rotary.look_up(positions, self.dtype, limit) for kind, rotary in self.rotary.items()}  # type: ignore[operator]
+
+    def backbone(self, block_tokens: Tensor, positions: Tensor, attend: Attend, limit: int | None = None) -> Tensor:
+        """Hidden states [..., d] of block slots, given their tokens and absolute positions [...] (below `limit`)."""
+        rotations = self.rotations(positions, limit)
         hidden = self.embed(block_tokens)
         for layer in self.layers:
             hidden = layer(hidden, rotations[layer.layer_type], attend)
@@ -458,52 +569,75 @@ class DSparkDrafter:
 
     @torch.no_grad()
     def extend(self, features: Tensor, batch: FlatBatch, cache: PagedCache) -> None:
-        context, rotations = self.model.context(features), self.model.rotations(batch.positions)
         slots = batch.cache_slots[cache.drafter_group]
-        for layer, storage in zip(self.model.layers, cache.drafter_kv, strict=True):
-            _store(storage, slots, layer.self_attn.key_value(context, rotations[layer.layer_type]))
+        rows = self.model.context_key_values(features, batch.positions, self._position_limit(cache))
+        for storage, key_value in zip(cache.drafter_kv, rows, strict=True):
+            _store(storage, slots, key_value)
 
     @torch.no_grad()
     def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft:
         """Draft gamma tokens behind each anchor; `signal` is the top-2 margin of q_k's logits."""
         anchor = context.history[context.slots, context.lengths]
         block = self.block_hidden(context, anchor)
-        first, markov, confidence_head = self.config.first_slot, self.model.markov_head, self.model.confidence_head
+        first, confidence_head = self.config.first_slot, self.model.confidence_head
         hidden = block[:, first : first + self.gamma]
-        base = self.model.logits(hidden)
+        base = self.model.head_logits(hidden)
+        drawn = self._draw_at_once(base, anchor, sampler) if isinstance(sampler, BlockwiseSampler) else None
+        tokens, margins = drawn or self._draw_by_token(base.to(torch.float32), anchor, block, sampler)
+        previous = torch.cat([anchor.unsqueeze(1), tokens[:, :-1]], 1)
+        scores = None if confidence_head is None else self._scores(confidence_head, hidden, previous)
+        return Draft(tokens=tokens, confidence_logits=scores, signal=margins)
 
+    def _draw_at_once(self, base: Tensor, anchor: Tensor, sampler: BlockwiseSampler) -> tuple[Tensor, Tensor] | None:
+        """Tokens and margins, [R, gamma] each, in one native call; None where the head or the sampler does not allow it."""
+        markov, correction = self.model.markov_head, None
+        if markov is not None:
+            correction = markov.table_and_product
+            if correction is None or not native.usable(correction[0]):
+                return None
+        draw = sampler.block_draw() if native.usable(base) else None
+        if draw is None:
+            return None
+        ids, margins, probs = draft_block(base, anchor, correction, self.vocabulary, **vars(draw))
+        return sampler.take(ids, probs), margins
+
+    def _draw_by_token(
+        self, base: Tensor, anchor: Tensor, block: Tensor, sampler: DraftSampler
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and margins, [R, gamma] each, position by position."""
+        first, markov = self.config.first_slot, self.model.markov_head
         previous, state = anchor, anchor.new_empty(0)
         if markov is not None:
             start = markov.embed(anchor)
             state = markov.initial_state(start)
             if first:  # a recurrent state is trained through the anchor's slot as well
                 _, state = markov.step(start, block[:, 0], state)
-        tokens, margins, confidences = [], [], []
+        tokens, margins = [], []
         for k in range(self.gamma):
             logits = base[:, k]
-            embedded: Tensor | None = None
             if markov is not None:
-                embedded = markov.embed(previous)
-                latent, state = markov.step(embedded, hidden[:, k], state)
+                latent, state = markov.step(markov.embed(previous), block[:, first + k], state)
                 logits = logits + markov.bias(latent)
-            if confidence_head is not None:
-                confidences.append(
-                    confidence_head(hidden[:, k], embedded if self.config.confidence_head_with_markov else None)
-                )
             top = logits.topk(2, dim=-1).values
             margins.append(top[:, 0] - top[:, 1])
             previous = sampler.draw(k + 1, logits)
             tokens.append(previous)
-        return Draft(
-            tokens=torch.stack(tokens, 1),
-            confidence_logits=torch.stack(confidences, 1) if confidences else None,
-            signal=torch.stack(margins, 1),
+        return torch.stack(tokens, 1), torch.stack(margins, 1)
+
+    def _scores(self, head: ConfidenceHead, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Logits of c_k, [R, gamma], from h_k and x_{k-1}."""
+        markov, embedded = self.model.markov_head, None
+        if markov is not None and self.config.confidence_head_with_markov:
+            embedded = markov.embed(previous)
+        if isinstance(head.proj, PackedLinear):
+            return head(hidden, embedded)
+        # torch's products may round a row differently beside another number of rows: gamma must not matter.
+        return torch.stack(
+            [head(hidden[:, k], None if embedded is None else embedded[:, k]) for k in range(self.gamma)], 1
         )
 
     def block_hidden(self, context: DraftContext, anchor: Tensor) -> Tensor:
         """Hidden states of all slots of all blocks, [R, block_size, d]."""
-        from surefoot.kernels.attention import paged_attention
-
         cache, size = context.cache, self.config.block_size
         assert cache is not None
         table = cache.block_tables[cache.drafter_group]
@@ -545,7 +679,11 @@ class DSparkDrafter:
             return torch.stack(causal, 1).flatten(0, 1)
 
         tokens = self.model.block_tokens(anchor).flatten()
-        return self.model.backbone(tokens, flat, attend).unflatten(0, (-1, size))
+        return self.model.backbone(tokens, flat, attend, self._position_limit(cache)).unflatten(0, (-1, size))
+
+    def _position_limit(self, cache: PagedCache) -> int:
+        """Above every position that a row or a slot of a block can have."""
+        return cache.block_tables[cache.drafter_group].shape[1] * cache.block_size + self.config.block_size
 
     def _cache_window(self, layer: int) -> int | None:
         window = self.config.window(layer)
@@ -555,6 +693,16 @@ class DSparkDrafter:
 def _store(storage: tuple[Tensor, Tensor], slots: Tensor, key_value: tuple[Tensor, Tensor]) -> None:
     for kept, new in zip(storage, key_value, strict=True):
         kept.index_copy_(0, slots, new.to(kept.dtype))
+
+
+def _packed(layers: list[nn.Linear], int8: set[nn.Module]) -> PackedLinear:
+    """Layers of the same input as one packed product, as int8 where all of them are among `int8`. Nothing is taken away."""
+    biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+    return PackedLinear(
+        [layer.weight for layer in layers],
+        torch.cat([bias.float() for bias in biases]) if any(layer.bias is not None for layer in layers) else None,
+        quantize="int8" if int8.issuperset(layers) else None,
+    )
 
 
 def _head_matrix(target: Target) -> Tensor | None:

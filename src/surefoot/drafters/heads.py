@@ -8,6 +8,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from surefoot.kernels import native
+from surefoot.kernels.linear import PackedLinear
+
 HeadType = Literal["vanilla", "gated", "rnn"]
 HEAD_TYPES: tuple[str, ...] = get_args(HeadType)
 
@@ -25,11 +28,19 @@ class MarkovHead(nn.Module):
         self.kind, self.rank = kind, rank
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         nn.init.normal_(self.markov_w1.weight, std=0.02)  # the correction starts small next to the base logits
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.markov_w2: nn.Linear | PackedLinear = nn.Linear(rank, draft_vocab_size, bias=False)
         if kind == "gated":
             self.gate_proj = nn.Linear(hidden_size + rank, rank)
         elif kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    @property
+    def table_and_product(self) -> tuple[Tensor, PackedLinear] | None:
+        """W1 and W2 where the correction is W2 W1[x_{k-1}] and W2 is packed for the native kernels; else None."""
+        w2 = self.markov_w2
+        if self.kind != "vanilla" or not isinstance(w2, PackedLinear) or w2.kernel != native.kernel():
+            return None
+        return self.markov_w1.weight, w2
 
     def embed(self, previous: Tensor) -> Tensor:
         """e = W1[x_{k-1}]: target ids [...] -> [..., r]."""
@@ -83,7 +94,7 @@ class ConfidenceHead(nn.Module):
             markov_rank: rank of the Markov embedding that is appended to the features, 0 for the hidden state alone.
         """
         super().__init__()
-        self.proj = nn.Linear(hidden_size + markov_rank, 1)
+        self.proj: nn.Linear | PackedLinear = nn.Linear(hidden_size + markov_rank, 1)
 
     def forward(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
         """[..., d] and [..., r] -> [...] float32."""

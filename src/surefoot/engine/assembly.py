@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +10,10 @@ from typing import Any, cast
 import torch
 
 from surefoot.drafters.base import Drafter
+from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.prompt_lookup import PromptLookupDrafter
+from surefoot.drafters.shipped import shipped_for
 from surefoot.engine.device import CudaDevice, Device, InlineDevice
 from surefoot.engine.engine import Engine, EngineConfig
 from surefoot.engine.policy import PlannerName, WidthPolicy
@@ -20,10 +24,15 @@ from surefoot.speculation.calibration import Calibration
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
 from surefoot.speculation.planner import ForcedWidths
+from surefoot.speculation.sources import CombinedConfidence, SourceChoice
 from surefoot.targets.target import Target
+
+log = logging.getLogger(__name__)
 
 LOOKUP_WORDS = ("auto", "prompt-lookup")
 DRAFTER_WORDS = (*LOOKUP_WORDS, "none")
+BOTH = "prompt-lookup+"
+"""In front of a checkpoint: prompt lookup and this drafter in one."""
 LONGEST_LOOKUP = 32
 CALIBRATION_FILE = "calibration.json"
 """In the drafter's directory, written by `surefoot calibrate`."""
@@ -48,7 +57,7 @@ def build_engine(
 ) -> Engine:
     """Load and join everything; see `surefoot.LLM` for the arguments."""
     from surefoot.targets.loading import load_target
-    from surefoot.targets.optimise import optimise, optimise_drafter
+    from surefoot.targets.optimise import optimise
 
     if threads is not None:
         if threads < 1:
@@ -68,8 +77,9 @@ def build_engine(
                 f"quantize {quantize!r} needs a CPU target and the native kernels: leave it out here"
             )
     chosen = load_drafter_for(target, drafter, gamma)
-    if isinstance(chosen, DSparkDrafter):
-        optimise_drafter(chosen.model)
+    trained = chosen.trained if isinstance(chosen, CombinedDrafter) else chosen
+    if isinstance(trained, DSparkDrafter):
+        trained.model.pack()
     config = config or EngineConfig()
     backend: Device = CudaDevice(where) if where.type == "cuda" else InlineDevice()
     policy = make_policy(
@@ -125,6 +135,9 @@ def make_policy(
         )
     if breaker is not None and not 0 < breaker <= 1:
         raise ConfigurationError(f"breaker is {breaker}; allowed: an acceptance above 0 and up to 1, such as 0.6")
+    table = _cost_table(target, drafter, config, cost_table)
+    if isinstance(drafter, CombinedDrafter):
+        drafter.choice.table = table
     return WidthPolicy(
         gamma,
         breaker=None if breaker is None else partial(Breaker, min_acceptance=breaker),
@@ -132,7 +145,8 @@ def make_policy(
         forced=forced,
         confidence=confidence_source(drafter, calibration, target.device) if drafter else None,
         planner=planner or ("stopping" if reads_are_free else "stale"),
-        **{"table": _cost_table(target, drafter, config, cost_table), **options},
+        # A combined drafter rests its model where it does not pay, and goes on looking up.
+        **{"table": table, "suspends": not isinstance(drafter, CombinedDrafter), **options},
     )
 
 
@@ -153,7 +167,9 @@ def _cost_table(
 
 
 def confidence_source(drafter: Drafter, calibration: str | Path | None, device: torch.device | str) -> ConfidenceSource:
-    """A head behind its temperatures with an estimator that watches over it, or an estimator alone."""
+    """A head behind its temperatures with an estimator that watches over it, or an estimator alone; one each for two."""
+    if isinstance(drafter, CombinedDrafter):
+        return CombinedConfidence(drafter.choice, confidence_source(drafter.trained, calibration, device))
     estimator = LogisticEstimator(drafter.gamma, device)
     if not drafter.has_confidence_head:
         if calibration is not None:
@@ -176,17 +192,18 @@ def check_drafter(drafter: str | Path | Drafter | None, gamma: int | None) -> No
     Raises:
         DrafterError, ConfigurationError: a word that is no drafter; a gamma that cannot be.
     """
-    if drafter is None or drafter == "none":
-        if gamma:
-            raise ConfigurationError(f"gamma is {gamma}, but there is no drafter: choose one, or leave gamma out")
-    elif drafter in LOOKUP_WORDS:
-        if gamma is not None and not 1 <= gamma <= LONGEST_LOOKUP:
-            raise ConfigurationError(f"gamma is {gamma}; allowed for prompt lookup: 1 ... {LONGEST_LOOKUP}")
-    elif isinstance(drafter, (str, Path)) and not Path(drafter).exists() and "/" not in str(drafter):
-        raise DrafterError(
-            f"unknown drafter {str(drafter)!r}: allowed are {', '.join(DRAFTER_WORDS)}, a checkpoint directory, or a "
-            f"Hugging Face id (owner/name)"
-        )
+    if (drafter is None or drafter == "none") and gamma:
+        raise ConfigurationError(f"gamma is {gamma}, but there is no drafter: choose one, or leave gamma out")
+    looks_up = drafter in LOOKUP_WORDS or str(drafter).startswith(BOTH)
+    if looks_up and gamma is not None and not 1 <= gamma <= LONGEST_LOOKUP:
+        raise ConfigurationError(f"gamma is {gamma}; allowed for prompt lookup: 1 ... {LONGEST_LOOKUP}")
+    if isinstance(drafter, (str, Path)) and drafter not in DRAFTER_WORDS:
+        checkpoint = str(drafter).removeprefix(BOTH)
+        if not Path(checkpoint).exists() and "/" not in checkpoint:
+            raise DrafterError(
+                f"unknown drafter {str(drafter)!r}: allowed are {', '.join(DRAFTER_WORDS)}, a checkpoint directory, a "
+                f"Hugging Face id (owner/name), or {BOTH} in front of either for both in one"
+            )
 
 
 def load_drafter_for(target: Target, drafter: str | Path | Drafter | None, gamma: int | None) -> Drafter | None:
@@ -195,17 +212,43 @@ def load_drafter_for(target: Target, drafter: str | Path | Drafter | None, gamma
     Raises:
         DrafterError: no such drafter, or one made for another target; the message names both sides.
     """
-    from surefoot.drafters import PromptLookupDrafter, load_drafter
+    from surefoot.drafters import load_drafter
 
     check_drafter(drafter, gamma)
     loaded: Drafter
     if drafter is None or drafter == "none":
         return None
-    if drafter in LOOKUP_WORDS:
+    shipped = shipped_for(target) if drafter == "auto" else None
+    if shipped is not None:
+        loaded = combine(target, shipped.path, gamma)
+        log.info("drafter: the one shipped for %s, combined with prompt lookup", shipped.name)
+    elif drafter in LOOKUP_WORDS:
         loaded = PromptLookupDrafter(LOOKUP_GAMMA if gamma is None else gamma)
+        log.info("drafter: prompt lookup%s", "; none is shipped for this target" if drafter == "auto" else "")
+    elif isinstance(drafter, (str, Path)) and str(drafter).startswith(BOTH):
+        loaded = combine(target, str(drafter).removeprefix(BOTH), gamma)
     elif isinstance(drafter, (str, Path)):
         loaded = load_drafter(str(drafter), gamma=gamma, dtype=target.dtype, device=str(target.device))
     else:
         loaded = drafter
     loaded.bind(target)
     return loaded
+
+
+def combine(target: Target, checkpoint: str | Path | Drafter, gamma: int | None = None) -> CombinedDrafter:
+    """Prompt lookup and a trained drafter in one, not bound yet.
+
+    Args:
+        checkpoint: of the trained drafter, or the drafter itself.
+        gamma: of the lookup, and of the trained drafter as far as it goes; None: the usual one of each.
+    """
+    from surefoot.drafters.checkpoint import describe_checkpoint, load_drafter
+
+    if isinstance(checkpoint, (str, Path)):
+        trained_gamma = None if gamma is None else min(gamma, describe_checkpoint(checkpoint).gamma)
+        trained: Drafter = load_drafter(checkpoint, gamma=trained_gamma, dtype=target.dtype, device=str(target.device))
+    else:
+        trained = checkpoint
+    lookup = PromptLookupDrafter(max(LOOKUP_GAMMA if gamma is None else gamma, trained.gamma))
+    choice = SourceChoice(lookup.gamma, trained.gamma, lookup.max_match, target.device)
+    return CombinedDrafter(lookup, trained, choice)

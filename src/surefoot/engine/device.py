@@ -36,6 +36,11 @@ class HostOutputs:
         self.drafts: list[list[int]] = listed(outputs.drafts)
         self.widths: list[int] = listed(outputs.widths)
         self.proposed: list[int] | None = listed(outputs.proposed)
+        source: list[int] | None = listed(outputs.source)
+        self.sources: list[str | None] | None = (  # [D] who proposed each block, of a drafter with several sources
+            None if source is None else [outputs.sources[index] if index >= 0 else None for index in source]
+        )
+        self.model_rows = outputs.model_rows
         # The planner and the estimator read these as arrays.
         self.confidence = outputs.confidence
         self.confidence_logits = outputs.confidence_logits
@@ -107,21 +112,27 @@ class CudaDevice:
         self.device = device
 
     def submit(self, step: Step, inputs: StepInputs) -> Pending:
-        start, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        outputs = step(inputs)
-        done.record()
-        pinned: dict[str, Any] = {}
-        for field in fields(outputs):
-            value = getattr(outputs, field.name)
-            if isinstance(value, torch.Tensor):
-                pinned[field.name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-                pinned[field.name].copy_(value, non_blocking=True)
-            else:
-                pinned[field.name] = value
-        arrived = torch.cuda.Event()
-        arrived.record()
+        with torch.cuda.device(self.device):
+            start, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            outputs = step(inputs)
+            done.record()
+            pinned: dict[str, Any] = {}
+            for field in fields(outputs):
+                value = getattr(outputs, field.name)
+                if isinstance(value, torch.Tensor):
+                    pinned[field.name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                    pinned[field.name].copy_(value, non_blocking=True)
+                else:
+                    pinned[field.name] = value
+            arrived = torch.cuda.Event()
+            arrived.record()
         return _CudaPending(StepOutputs(**pinned), start, done, arrived)
+
+
+def device_for(device: torch.device) -> Device:
+    """How an engine whose tensors live on `device` submits its steps."""
+    return CudaDevice(device) if device.type == "cuda" else InlineDevice()
 
 
 class _CudaPending:

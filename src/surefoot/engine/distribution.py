@@ -7,12 +7,15 @@ first largest logit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from surefoot.kernels.sampling import argmax_rows, sample_rows, softmax_rows
+from surefoot.sampling import SamplingParams
 from surefoot.speculation.acceptance import Proposal
 from surefoot.speculation.uniforms import Purpose, uniforms
 
@@ -21,8 +24,7 @@ NUCLEUS_CANDIDATES = (
 )
 
 
-@dataclass(frozen=True)
-class SamplingFlags:
+class SamplingFlags(NamedTuple):
     """Which stages any request of the step needs; known on the host, so that unused stages cost nothing."""
 
     greedy: bool = True  # every request is greedy and unpenalised: argmax is all that is needed
@@ -33,6 +35,36 @@ class SamplingFlags:
     min_p: bool = False
     logprobs: int = -1  # the largest number of top log-probs wanted; -1 = none
     reads_are_free: bool = True  # whether the device's values may be looked at on the way
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> SamplingFlags:
+        """What one request needs."""
+        bias = bool(params.logit_bias)
+        return cls(
+            greedy=params.greedy and not params.penalized and not bias,
+            penalties=params.penalized,
+            bias=bias,
+            top_k=params.top_k,
+            top_p=params.top_p < 1,
+            min_p=params.min_p > 0,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+        )
+
+    @classmethod
+    def union(cls, flags: Iterable[SamplingFlags], reads_are_free: bool = True) -> SamplingFlags:
+        """What all of these requests need between them."""
+        distinct = set(flags) or {cls()}
+        greedy, penalties, bias, top_k, top_p, min_p, logprobs, _ = zip(*distinct, strict=True)
+        return cls(
+            greedy=all(greedy),
+            penalties=any(penalties),
+            bias=any(bias),
+            top_k=max(top_k),
+            top_p=any(top_p),
+            min_p=any(min_p),
+            logprobs=max(logprobs),
+            reads_are_free=reads_are_free,
+        )
 
 
 @dataclass(frozen=True)
@@ -167,6 +199,10 @@ class BlockSampler:
         self._gamma, self._vocabulary, self._target_size = gamma, vocabulary, target_size
         self._probs: Tensor | None = None  # [R, gamma, V_draft]
         self._draft_ids = slots.new_zeros(slots.shape[0], gamma)
+
+    def only(self, rows: Tensor) -> None:
+        self._slots, self._lengths, self._steps = self._slots[rows], self._lengths[rows], self._steps[rows]
+        self._draft_ids = self._draft_ids[rows]
 
     def draw(self, k: int, logits: Tensor) -> Tensor:
         if self._flags.greedy:

@@ -281,7 +281,7 @@ class Engine:
             budget=plan.budget,
             decide=plan.decide,
             forced=plan.forced,
-            flags=sampling_flags([part.request.params for part in emitting], self.device.reads_are_free),
+            flags=SamplingFlags.union((part.request.flags for part in emitting), self.device.reads_are_free),
             updates=schedule.updates,
             max_length=max(part.request.num_cached + part.request.in_flight for part in parts),
         )
@@ -344,29 +344,14 @@ class Engine:
         request.in_flight = max(0, request.in_flight - part.context_rows - self.gamma - 1)
         if drafted:
             proposed = outputs.proposed[index] if outputs.proposed is not None else self.gamma
-            request.statistics.record(proposed, width, accepted, event.num_kept)
+            source = outputs.sources[index] if outputs.sources is not None else None
+            request.statistics.record(proposed, width, accepted, event.num_kept, source)
         else:
             request.statistics.record(0, 0, 0, event.num_kept)
         self.blocks.commit(request.slot, request.token_ids, min(request.num_cached, len(request.token_ids)))
         if event.finish_reason is not None:
             self._finish(request)
         return event
-
-
-def sampling_flags(params: list[SamplingParams], reads_are_free: bool = True) -> SamplingFlags:
-    """Which processing stages these requests need between them."""
-    penalties = any(p.penalized for p in params)
-    bias = any(p.logit_bias for p in params)
-    return SamplingFlags(
-        greedy=not penalties and not bias and all(p.greedy for p in params),
-        penalties=penalties,
-        bias=bias,
-        top_k=max((p.top_k for p in params), default=0),
-        top_p=any(p.top_p < 1 for p in params),
-        min_p=any(p.min_p > 0 for p in params),
-        logprobs=max((-1 if p.logprobs is None else p.logprobs for p in params), default=-1),
-        reads_are_free=reads_are_free,
-    )
 
 
 def _signed(seed: int) -> int:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 GraphMode = Literal["auto", "eager", "compiled"]
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Token counts captured by default: a pass between two of them pays for the larger, so they are dense where rows are dear."""
+LARGE_SIZES = (320, 384, 448, 512, 640, 768, 896, 1024)
+"""Captured as well where steps may be so large: many requests with full windows, and prompt chunks beside them."""
 
 
 class TargetRunner(Protocol):
@@ -55,7 +57,7 @@ def runner_for(target: Target, mode: GraphMode, max_tokens: int) -> TargetRunner
     Raises:
         ConfigurationError: an unknown mode, or `compiled` on CUDA.
     """
-    sizes = tuple(size for size in CAPTURE_SIZES if size <= max_tokens)
+    sizes = tuple(size for size in (*CAPTURE_SIZES, *LARGE_SIZES) if size <= max_tokens)
     cuda = target.device.type == "cuda"
     if mode == "compiled" and not cuda:
         return CompiledRunner(target, sizes)
@@ -64,7 +66,7 @@ def runner_for(target: Target, mode: GraphMode, max_tokens: int) -> TargetRunner
     if not cuda or mode == "eager":
         return EagerRunner(target)
     if not capturable():
-        log.warning("CUDA graphs need the Triton attention kernel: install triton. Passes run eagerly until then")
+        log.warning("CUDA graphs need the Triton attention kernel, which cannot be used here: passes run eagerly")
         return EagerRunner(target)
     return CudaGraphRunner(target, sizes)
 
@@ -143,21 +145,27 @@ Capture = Callable[[Callable[[], TargetOutput]], tuple[Callable[[], None], Targe
 
 
 class CudaCapture:
-    """Captures into CUDA graphs that share one memory pool."""
+    """Captures into CUDA graphs that share one memory pool.
+
+    That is safe in any order of replays, because a pass reads nothing that an earlier one left in the pool, and its results,
+    which are kept, have been consumed when the next one starts.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], TargetOutput]) -> tuple[Callable[[], None], TargetOutput]:
-        # Warm up aside: libraries set themselves up on the first call, which must not be recorded.
+        # Warm up on the stream that captures: kernels are compiled and libraries set themselves up on their first call,
+        # which must not be recorded.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
                 run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may allocate and copy meanwhile; what they do is no part of the pass.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = run()
         return graph.replay, outputs
 
@@ -210,7 +218,8 @@ class _Buffers:
 
 
 class CudaGraphRunner:
-    """One CUDA graph per token bucket, captured largest first; larger passes run eagerly.
+    """One CUDA graph per token bucket, captured largest first; larger passes run eagerly, and so do all of them, after one
+    warning, where the model does something that cannot be captured.
 
     Args:
         target: on CUDA.
@@ -235,9 +244,13 @@ class CudaGraphRunner:
         capture = self._capture or CudaCapture()
         self._buffers = _Buffers.zeros(self.sizes[-1], len(cache.windows), self.target.device)
         self._prepared = (cache, feature_layers)
-        for size in reversed(self.sizes):
-            batch = self._buffers.view(size, cache)
-            self._graphs[size] = capture(partial(self.target.forward, batch, cache, feature_layers))
+        try:
+            for size in reversed(self.sizes):
+                batch = self._buffers.view(size, cache)
+                self._graphs[size] = capture(partial(self.target.forward, batch, cache, feature_layers))
+        except RuntimeError as problem:
+            log.warning("passes of %s cannot be captured in CUDA graphs and run eagerly: %s", self.target.name, problem)
+            self._graphs, self.sizes = {}, ()
 
     def run(self, batch: FlatBatch, cache: PagedCache, feature_layers: tuple[int, ...]) -> TargetOutput:
         self.replayed = batch.num_rows in self._graphs

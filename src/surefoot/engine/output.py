@@ -11,6 +11,7 @@ Three small machines follow one another, each linear in the output and each unaw
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -83,13 +84,13 @@ class OutputProcessor:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._pieces: list[str] = []
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids or ())
+        self._ends = self._stop_ids if params.ignore_eos else self._stop_ids.union(eos_token_ids)
         caps = [params.max_tokens, None if max_model_len is None else max_model_len - len(prompt_token_ids)]
         self._cap = min((cap for cap in caps if cap is not None), default=None)
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+            self._detokenizer = detokenizer_for(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._stops = StopStrings(params.stop_strings)
 
     @property
@@ -106,15 +107,18 @@ class OutputProcessor:
         if self.logprobs is not None and (logprobs is None or len(logprobs) != len(token_ids)):
             given = "none" if logprobs is None else str(len(logprobs))
             raise ValueError(f"{len(token_ids)} tokens came with {given} log-probs; the request asked for one each")
-        text: list[str] = []
-        kept = 0
-        for token_id in token_ids:
-            if self.finished:
-                break
-            kept += 1
-            self.token_ids.append(token_id)
-            text.append(self._accept(token_id))
-        event = OutputEvent(text="".join(text), token_ids=list(token_ids[:kept]), num_kept=kept)
+        if self._runs_on(token_ids):
+            self.token_ids += token_ids
+            text, kept = self._characters(token_ids), len(token_ids)
+        else:
+            text, kept = "", 0
+            for token_id in token_ids:
+                if self.finish_reason is not None:
+                    break
+                kept += 1
+                self.token_ids.append(token_id)
+                text += self._accept(token_id)
+        event = OutputEvent(text=text, token_ids=list(token_ids[:kept]), num_kept=kept)
         if self.logprobs is not None and logprobs is not None:
             event.logprobs = list(logprobs[:kept])
             self.logprobs += event.logprobs
@@ -129,14 +133,23 @@ class OutputProcessor:
         self._pieces.append(event.text)
         return event
 
+    def _runs_on(self, token_ids: Sequence[int]) -> bool:
+        """Whether nothing in this block can end the request, whatever its text is: then it is taken as a whole."""
+        return (
+            not self.params.stop
+            and self.finish_reason is None
+            and (self._cap is None or len(self.token_ids) + len(token_ids) < self._cap)
+            and self._ends.isdisjoint(token_ids)
+        )
+
     def _accept(self, token_id: int) -> str:
         """Text that one more token releases. A stop is looked for before the length cap."""
         may_stop = len(self.token_ids) >= self.params.min_tokens
-        if may_stop and (token_id in self._eos or token_id in self._stop_ids):
+        if may_stop and token_id in self._ends:
             visible = self.params.include_stop_str_in_output
-            text = self._stops.push(self._characters(token_id), search=False).text if visible else ""
+            text = self._stops.push(self._characters([token_id]), search=False).text if visible else ""
             return text + self._finish("stop", token_id if token_id in self._stop_ids else None)
-        text, found = self._stops.push(self._characters(token_id), search=may_stop)
+        text, found = self._stops.push(self._characters([token_id]), search=may_stop)
         if found is not None:
             self.finish_reason, self.stop_reason = "stop", found
             return text + found if self.params.include_stop_str_in_output else text
@@ -144,8 +157,8 @@ class OutputProcessor:
             text += self._finish("length")
         return text
 
-    def _characters(self, token_id: int) -> str:
-        return "" if self._detokenizer is None else self._detokenizer.push(token_id)
+    def _characters(self, token_ids: Sequence[int]) -> str:
+        return "" if self._detokenizer is None else self._detokenizer.push_all(token_ids)
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> str:
         """Set the reason; return what was held back for a character or a stop string that will not come."""
@@ -204,6 +217,50 @@ class StopStrings:
         return 0
 
 
+class ByteDetokenizer:
+    """Turns token ids into the characters they complete where every token is a string of bytes (`ByteLevel` decoders).
+
+    A fifth of the time of `Detokenizer`, which asks the tokenizer for a whole window again with every token.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+        traits = traits_of(tokenizer)
+        assert traits.token_bytes is not None, "made by `detokenizer_for`"
+        self._skipped = traits.special_ids if skip_special_tokens else frozenset()
+        self._bytes_of = traits.token_bytes
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        shown = [token_id for token_id in prompt_token_ids[-32:] if token_id not in self._skipped]
+        for token_id in shown[-CONTEXT_TOKENS:]:
+            self._decoder.decode(self._bytes_of[token_id])
+        self._begun = bool(self._decoder.getstate()[0])  # a character that the prompt has begun, as its last one
+
+    def push(self, token_id: int) -> str:
+        """Characters that became certain with this token."""
+        return self.push_all([token_id])
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Characters that became certain with these tokens."""
+        shown = (self._bytes_of[token_id] for token_id in token_ids if token_id not in self._skipped)
+        return self._send(self._decoder.decode(b"".join(shown)))
+
+    def flush(self) -> str:
+        """What is left of an unfinished character, as the decoder shows it."""
+        return self._send(self._decoder.decode(b"", True))
+
+    def _send(self, text: str) -> str:
+        if self._begun and text:  # if nothing came of that character, the prompt has shown it already
+            self._begun, text = False, text.removeprefix(REPLACEMENT)
+        return text
+
+
+def detokenizer_for(
+    tokenizer: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
+) -> Detokenizer | ByteDetokenizer:
+    """The detokenizer that suits a tokenizer; both give the same text."""
+    kind = Detokenizer if traits_of(tokenizer).token_bytes is None else ByteDetokenizer
+    return kind(tokenizer, prompt_token_ids, skip_special_tokens)
+
+
 class Detokenizer:
     """Turns token ids into the characters they complete, at constant cost per token.
 
@@ -251,6 +308,10 @@ class Detokenizer:
             self._sent = self._sent[:-1]  # the prompt ended inside this character
         return text + self._send(certain(self._text))
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Characters that became certain with these tokens."""
+        return "".join(map(self.push, token_ids))
+
     def flush(self) -> str:
         """What is left of an unfinished character, as the decoder shows it."""
         return self._finish_window() + self._finish_bytes()
@@ -291,15 +352,47 @@ def decoder_of(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]
     For one token, what transformers does around the decoding takes five times as long as the decoding; a tokenizer that
     changes nothing about it is asked for its back end.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    kind, plain = type(tokenizer), PreTrainedTokenizerFast
-    if isinstance(tokenizer, plain) and kind.decode is plain.decode and kind._decode is plain._decode:
-        decode = tokenizer.backend_tokenizer.decode
-        return lambda ids: decode(ids, skip_special_tokens=skip_special_tokens)
+    if (back_end := _back_end(tokenizer)) is not None:
+        return lambda ids: back_end.decode(ids, skip_special_tokens=skip_special_tokens)
     return lambda ids: tokenizer.decode(
         ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
+
+
+def _back_end(tokenizer: Any) -> Any | None:
+    """The `tokenizers` object that decodes for `tokenizer`, if nothing is done around it."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    untouched = isinstance(tokenizer, plain) and kind.decode is plain.decode and kind._decode is plain._decode
+    return tokenizer.backend_tokenizer if untouched else None
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id -> its bytes, for a `ByteLevel` decoder: one byte a character of the token's name, filled on demand."""
+
+    def __init__(self, back_end: Any) -> None:
+        super().__init__()
+        self._name_of = back_end.id_to_token
+
+    def __missing__(self, token_id: int) -> bytes:
+        name: str = self._name_of(token_id) or ""
+        try:
+            found = bytes(BYTE_OF[character] for character in name)
+        except KeyError:  # an added token stands for itself
+            found = name.encode()
+        self[token_id] = found
+        return found
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that GPT-2's alphabet writes bytes with: printable Latin-1 as itself, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(0x100 + i): byte for i, byte in enumerate(others)}}
+
+
+BYTE_OF = _byte_alphabet()
 
 
 def certain(text: str) -> str:
@@ -310,6 +403,7 @@ def certain(text: str) -> str:
 class TokenizerTraits(NamedTuple):
     special_ids: frozenset[int]  # ids that `skip_special_tokens` leaves out
     byte_values: dict[int, int]  # byte-fallback id → byte; empty for other tokenizers
+    token_bytes: TokenBytes | None  # the bytes of every token, where that is all there is to decoding
 
 
 _TRAITS: WeakKeyDictionary[Any, TokenizerTraits] = WeakKeyDictionary()
@@ -331,5 +425,9 @@ def traits_of(tokenizer: Any) -> TokenizerTraits:
                 continue  # unknown, or the unknown token
             if tokenizer.decode([token_id]) != name:  # else an ordinary token with that very text
                 byte_values[token_id] = byte
-    traits = _TRAITS[tokenizer] = TokenizerTraits(special_ids, byte_values)
+    from tokenizers.decoders import ByteLevel
+
+    back_end = _back_end(tokenizer)
+    token_bytes = TokenBytes(back_end) if back_end is not None and isinstance(back_end.decoder, ByteLevel) else None
+    traits = _TRAITS[tokenizer] = TokenizerTraits(special_ids, byte_values, token_bytes)
     return traits

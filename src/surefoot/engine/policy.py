@@ -46,6 +46,8 @@ PROBE_EVERY = 16
 SUSPEND_MARGIN = 0.02
 """Drafting must promise at least this relative loss before it is left out: a drafter that costs next to nothing (prompt
 lookup) always looks, since its published confidence says little about the next step's match."""
+SETTLE_EVERY = 32
+"""Steps whose statistics are counted together."""
 SEARCHED = (Reason.PLANNED, Reason.FULL, Reason.SMALL_GAIN, Reason.COLD)
 
 
@@ -58,7 +60,7 @@ class Plan:
     limits: list[int]  # [D]
     load: StepLoad
     decision: Decision | None = None  # None until the step has asked (`decide`)
-    decide: Callable[[Tensor, Tensor], int] | None = None  # survival [D, gamma], limits [D] -> K
+    decide: Callable[[Tensor, Tensor], Decision] | None = None  # survival [D, gamma], limits [D] -> K, widths
     suspended: bool = False  # nobody is drafted because drafting does not pay
     paused: int = 0  # requests whose breaker is open
     seats: list[Seat] = field(default_factory=list)  # [D] where their survivals are published
@@ -100,7 +102,12 @@ class WidthPolicy:
         min_width: int = 0,
         max_width: int | None = None,
         trim_beside_prefill: bool = False,
+        suspends: bool = True,
     ) -> None:
+        """
+        Args:
+            suspends: leave drafting out where it promises a loss; False for a drafter that knows when to rest its model.
+        """
         settings: dict[str, Any] = {
             "gamma": gamma,
             "table": table,
@@ -120,12 +127,17 @@ class WidthPolicy:
         self.gamma, self.planner_name = gamma, planner
         self.confidence = confidence
         self.board = ConfidenceBoard(num_slots, gamma)
-        self.statistics = Statistics()
+        self._nobody = self.board.read(0, [])
+        self._statistics = Statistics()
+        self._records: list[StepRecord] = []  # what they do not count yet
+        self._confidences: list[tuple[Any, ...]] = []
         self.drift = DriftTracker(table) if table is not None else None
         self.min_width, self.max_width = min_width, gamma if max_width is None else max_width
         self._new_breaker = breaker
         self._step = 0
         self._suspended_steps = 0
+        self.suspends = suspends
+        self._model_share = 1.0  # of the last step's drafts, how many cost a pass of the drafter's model
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -163,13 +175,14 @@ class WidthPolicy:
             context=sum(part.request.num_cached for part in emitting) / max(len(emitting), 1),
             step=self._step,
             warming_up=self.confidence is not None and self.confidence.warming_up,
+            model_rows=None if self._model_share == 1.0 else round(self._model_share * len(limits)),
         )
         seats = [self._seat(part.request) for part in drafted]
-        published = self.board.read(self._step, seats)
+        published = self.board.read(self._step, seats) if seats else self._nobody
         decision = self.stale.decide(published, load)
         if self._draft_loses(decision, load):
             load = replace(load, limits=[])
-            decision = self.stale.decide(self.board.read(self._step, []), load)
+            decision = self.stale.decide(published, load)
             return Plan([], [*drafted, *undrafted], [], load, decision, suspended=True, paused=paused)
         plan = Plan(drafted, undrafted, limits, load, paused=paused, seats=seats)
         if self.current is None or load.warming_up or decision.reason not in SEARCHED:
@@ -183,11 +196,13 @@ class WidthPolicy:
             request.seat = self.board.open(request.slot)
         return request.seat
 
-    def _decide(self, planner: CausalPlanner | StoppingPlanner, plan: Plan, survival: Tensor, limits: Tensor) -> int:
+    def _decide(
+        self, planner: CausalPlanner | StoppingPlanner, plan: Plan, survival: Tensor, limits: Tensor
+    ) -> Decision:
         """Asked by the step between draft and verification, where the host may read: K from this step's survivals."""
         load = replace(plan.load, limits=limits.numpy())
-        plan.decision = planner.decide(survival, load)
-        return plan.decision.budget
+        plan.decision = planner.decide(survival.numpy(), load)
+        return plan.decision
 
     def _draft_loses(self, decision: Decision, load: StepLoad) -> bool:
         """Whether not drafting at all promises more tokens per ms than the best budget, by the published survivals.
@@ -195,7 +210,7 @@ class WidthPolicy:
         Now and then a draft is made all the same, to see whether the workload has changed.
         """
         table, rate = self.stale.table, decision.expected_tokens_per_ms
-        if table is None or rate is None or decision.reason not in SEARCHED or load.warming_up:
+        if not self.suspends or table is None or rate is None or decision.reason not in SEARCHED or load.warming_up:
             return False
         plain = float(
             table.step_costs(load.requests, load.requests + load.prefill_tokens, 1, load.context, drafted=0)[0]
@@ -205,6 +220,23 @@ class WidthPolicy:
             return False
         self._suspended_steps = (self._suspended_steps + 1) % PROBE_EVERY
         return self._suspended_steps != 0
+
+    @property
+    def statistics(self) -> Statistics:
+        """What has happened up to the last step observed."""
+        self._settle()
+        return self._statistics
+
+    def _settle(self) -> None:
+        """Count what has been put aside: many steps together cost little more than one."""
+        self._statistics.record(*self._records)
+        if self._confidences:
+            *arrays, sources = zip(*self._confidences, strict=True)
+            survival, widths, accepted = (np.concatenate(parts) for parts in arrays)
+            names = [name for part in sources for name in part]
+            self._statistics.record_confidence(survival, widths, accepted, names)
+        self._records.clear()
+        self._confidences.clear()
 
     # -- learning ----------------------------------------------------------------------------------------------------------
 
@@ -218,31 +250,31 @@ class WidthPolicy:
         count = inputs.num_drafted
         widths, accepted = outputs.widths, outputs.accepted
         proposed = outputs.proposed or [self.gamma] * count
+        sources = outputs.sources or [None] * count
+        model_rows = count if outputs.model_rows is None else outputs.model_rows
+        if count:
+            self._model_share = model_rows / count
         parts = [*plan.drafted, *plan.undrafted]
         for index, part in enumerate(parts):
             if part.request.breaker is not None and part.may_draft:
                 verified = widths[index] if index < count else 0
                 part.request.breaker.observe(verified, accepted[index] if verified else 0)
         if count and outputs.confidence is not None and self.confidence is not None:
-            known = np.asarray(proposed)[:, None] > np.arange(self.gamma)
+            known = np.array(proposed)[:, None] > np.arange(self.gamma)
             survival = prefix_survival(outputs.confidence).numpy() * known
-            self.board.publish(plan.load.step, plan.seats, survival.astype(np.float32))
-            self.confidence.observe(
-                outputs.confidence_logits, outputs.signal, np.asarray(accepted[:count]), np.asarray(widths)
-            )
-            for index in range(count):
-                self.statistics.record_confidence(survival[index], widths[index], accepted[index])
+            outcome, window = np.array(accepted[:count]), np.array(widths)
+            self.board.publish(plan.load.step, plan.seats, survival)
+            self.confidence.observe(outputs.confidence_logits, outputs.signal, outcome, window)
+            self._confidences.append((survival, window, outcome, sources))
         measured = outputs.device_ms + host_ms
         decision = plan.decision
         assert decision is not None  # the step has asked
-        plan.predicted_ms = self._predicted_ms(plan, decision, sum(widths))
-        self.statistics.record(
+        plan.predicted_ms = self._predicted_ms(plan, decision, sum(widths), model_rows)
+        self._records.append(
             StepRecord(
                 blocks=[
-                    BlockRecord(proposed[i], widths[i], accepted[i], kept[i])
-                    if i < count
-                    else BlockRecord(0, 0, 0, kept[i])
-                    for i in range(inputs.num_emitting)
+                    *map(BlockRecord, proposed, widths, accepted[:count], kept[:count], sources),
+                    *(BlockRecord(0, 0, 0, tokens) for tokens in kept[count:]),
                 ],
                 reason=decision.reason,
                 stale_lag=decision.stale_lag,
@@ -253,22 +285,26 @@ class WidthPolicy:
                 breakers=Counter(part.request.breaker.state for part in parts if part.request.breaker is not None),
             )
         )
+        if len(self._records) >= SETTLE_EVERY:
+            self._settle()
         if self.drift is not None and plan.predicted_ms and not plan.load.prefill_tokens:
             rescale = self.drift.observe(plan.predicted_ms, measured)
             if rescale is not None:
                 log.info("%s", rescale)
-                self.statistics.rescales += 1
+                self._statistics.rescales += 1
                 self.stale.table = self.drift.table
                 if self.current is not None:
                     self.current.table = self.drift.table
 
-    def _predicted_ms(self, plan: Plan, decision: Decision, verified: int) -> float | None:
+    def _predicted_ms(self, plan: Plan, decision: Decision, verified: int, model_rows: int) -> float | None:
         """The prediction, for the rows that were there: a drafter may have proposed less than was planned for."""
         table, load = self.stale.table, plan.load
-        if table is None or decision.predicted_ms is None or verified == decision.budget:
+        if table is None or decision.predicted_ms is None:
+            return None
+        if verified == decision.budget and model_rows == load.drafted:
             return decision.predicted_ms
         rows = load.requests + load.prefill_tokens + verified
-        return float(table.step_costs(load.requests, rows, 1, load.context, len(load.limits))[0])
+        return float(table.step_costs(load.requests, rows, 1, load.context, model_rows)[0])
 
     def describe(self) -> str:
         """What decides the widths, in one line."""

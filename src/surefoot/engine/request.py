@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from surefoot.engine.distribution import SamplingFlags
 from surefoot.engine.output import OutputProcessor
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.breaker import Breaker
@@ -51,9 +52,11 @@ class Request:
     first_block: int = 0  # tokens of the first step, which decode speed leaves out
     finished_at: float | None = None
     token_ids: list[int] = field(default_factory=list)
+    flags: SamplingFlags = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.flags = SamplingFlags.of(self.params)
 
     @property
     def num_output(self) -> int:

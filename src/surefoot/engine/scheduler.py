@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from surefoot.cache.blocks import BlockManager
 from surefoot.engine.request import Request, Status
 from surefoot.engine.state import SlotUpdate, StateUpdates, TableUpdate
 
 
-@dataclass(frozen=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """One request's part of a step."""
 
     request: Request
@@ -131,7 +131,8 @@ class Scheduler:
     def _place(
         self, request: Request, wanted: int, decoding: bool, grown: list[tuple[int, int, list[int]]], result: Schedule
     ) -> None:
-        result.updates.tables.extend(TableUpdate(group, request.slot, first, blocks) for group, first, blocks in grown)
+        for group, first, blocks in grown:
+            result.updates.tables.append(TableUpdate(group, request.slot, first, blocks))
         emits = decoding or request.num_cached + wanted == len(request.token_ids)
         result.scheduled.append(Scheduled(request, wanted - int(emits), emits, may_draft=decoding))
 

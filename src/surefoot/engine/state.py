@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,9 +49,11 @@ class StateUpdates:
     tables: list[TableUpdate] = field(default_factory=list)
 
 
-def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def to_device(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """Host numbers as a device tensor. Never waits: a plain copy to CUDA would, for everything queued in front of it."""
-    host = torch.tensor(values, dtype=dtype)
+    host = torch.as_tensor(np.array(values), dtype=dtype)  # a third of the time of torch.tensor
     return host.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else host.to(device)
 
 
@@ -84,9 +87,16 @@ class DeviceState:
     def apply(self, updates: StateUpdates, cache: PagedCache) -> None:
         for update in updates.slots:
             self._enter(update)
-        for table in updates.tables:
-            blocks = to_device(table.blocks, torch.int32, self.device)
-            cache.block_tables[table.group][table.slot, table.first : table.first + len(table.blocks)] = blocks
+        for group, table in enumerate(cache.block_tables):
+            cells = [
+                (update.slot, index, block)
+                for update in updates.tables
+                if update.group == group
+                for index, block in enumerate(update.blocks, update.first)
+            ]
+            if cells:
+                slots, indices, blocks = to_device(cells, torch.int64, self.device).unbind(1)
+                table[slots, indices] = blocks.to(table.dtype)
 
     def _enter(self, update: SlotUpdate) -> None:
         slot, params, sampling = update.slot, update.params, self.sampling

@@ -7,8 +7,10 @@ Everything here runs on the device's time line from host-known sizes (how many r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,11 +20,12 @@ from surefoot.engine.clock import Laps, ignore
 from surefoot.engine.distribution import BlockSampler, SamplingFlags, processed
 from surefoot.engine.graphs import TargetRunner
 from surefoot.engine.state import DeviceState, StateUpdates, to_device
-from surefoot.kernels.packing import FlatBatch, rows_of
+from surefoot.kernels.packing import FlatBatch
 from surefoot.kernels.sampling import argmax_rows, sample_rows
 from surefoot.speculation.acceptance import Proposal, Verdict, accept_greedy, accept_sampled
 from surefoot.speculation.allocation import allocate
 from surefoot.speculation.estimator import ConfidenceSource
+from surefoot.speculation.planner import Decision
 from surefoot.speculation.survival import prefix_survival
 from surefoot.speculation.uniforms import Purpose, uniforms
 
@@ -39,9 +42,8 @@ class StepInputs:
     limits: list[int]  # [D] largest width each request may get
     min_width: int = 0  # positions every request verifies before survival decides; as the planner ranks
     budget: int = 0  # K, chosen by the planner; an upper bound where `decide` chooses it
-    decide: Callable[[Tensor, Tensor], int] | None = (
-        None  # survival [D, gamma], limits [D] -> K, where the host may read
-    )
+    # Where the host may read: survival [D, gamma], limits [D] -> K and, if it has ranked them already, the widths.
+    decide: Callable[[Tensor, Tensor], Decision] | None = None
     forced: list[int] | None = None  # [D] widths that replace allocation
     flags: SamplingFlags = field(default_factory=SamplingFlags)
     updates: StateUpdates = field(default_factory=StateUpdates)
@@ -71,6 +73,19 @@ class StepOutputs:
     rows: int = 0  # rows the target ran, padding included
     replayed: bool | None = None  # whether a captured graph ran them (None: this runner captures none)
     laps: Laps | None = None  # times of the stages, where somebody watches
+    source: Tensor | None = None  # [D] int64 index into `sources`, of a drafter that has several; -1: no proposal
+    sources: tuple[str, ...] = ()
+    model_rows: int | None = None  # requests the drafter's model ran for (None: D)
+
+
+class Requests(NamedTuple):
+    """The requests of one step as device data."""
+
+    slots: Tensor  # [R] int64
+    context: Tensor  # [R] int64, rows in front of the anchor
+    steps: Tensor  # [E] int64
+    limits: Tensor  # [D] int64
+    lengths: Tensor  # [R] int64, cached before the step
 
 
 class DecodeStep:
@@ -93,6 +108,12 @@ class DecodeStep:
         self.confidence, self.gamma = confidence, gamma
         self.uniform_widths, self.check_layout = uniform_widths, check_layout
         self.reads_are_free = reads_are_free
+        # On a CPU the arithmetic of packing takes a fifth of the time in numpy, on the memory of the tensors.
+        self._arrays: tuple[Any, Any, Any] = (torch, _same, _same)
+        if reads_are_free:
+            self._arrays = (np, Tensor.numpy, torch.from_numpy)
+        self._history = self._arrays[1](state.history)
+        self._tables = [self._arrays[1](table) for table in cache.block_tables]
         vocabulary = drafter.vocabulary if drafter else None
         self.vocabulary_end = None if vocabulary is None else int(vocabulary.max()) + 1
         self.laps: Callable[[], Laps] | None = None  # starts the clock of a step; None: nobody watches
@@ -102,21 +123,19 @@ class DecodeStep:
         laps = self.laps() if self.laps is not None else None
         lap = laps or ignore
         self.state.apply(inputs.updates, self.cache)
-        slots = to_device(inputs.slots, torch.int64, self.state.device)
-        steps = to_device(inputs.steps, torch.int64, self.state.device)
-
+        requests = self._requests(inputs)
         lap("update")
-        draft, proposal = self._draft(inputs, slots, steps)
+        draft, proposal = self._draft(inputs, requests)
         lap("draft")
         confidence = self._confidence(draft)
-        widths = self._allocate(inputs, draft, confidence)
+        widths = self._allocate(inputs, requests.limits, draft, confidence)
         lap("plan")
-        batch, anchor_row = self._pack(inputs, slots, widths)
+        batch, anchor_row = self._pack(inputs, requests, widths)
         lap("pack")
         output = self.runner.run(batch, self.cache, self.drafter.feature_layers if self.drafter else ())
         lap("target")
-        verdict = self._accept(inputs, output.logits, batch, anchor_row, slots, steps, draft, widths, proposal)
-        self._commit(inputs, slots, verdict)
+        verdict = self._accept(inputs, output.logits, batch, anchor_row, requests, draft, widths, proposal)
+        self._commit(inputs, requests, verdict)
         lap("accept")
         if self.drafter is not None and output.features is not None:
             self.drafter.extend(output.features, batch, self.cache)
@@ -138,13 +157,25 @@ class DecodeStep:
             batch.num_rows,
             self.runner.replayed,
             laps,
+            draft.source,
+            getattr(self.drafter, "sources", ()),
+            draft.model_rows,
         )
 
-    def _draft(self, inputs: StepInputs, slots: Tensor, steps: Tensor) -> tuple[Draft, Proposal]:
+    def _requests(self, inputs: StepInputs) -> Requests:
+        """What the host says about the requests, in one transfer."""
+        count = len(inputs.slots)
+        columns = (inputs.slots, inputs.context_rows, inputs.steps, inputs.limits)
+        table = [[*column, *[0] * (count - len(column))] for column in columns]
+        slots, context, steps, limits = to_device(table, torch.int64, self.state.device).unbind()
+        lengths = self.state.lengths.index_select(0, slots)
+        return Requests(slots, context, steps[: inputs.num_emitting], limits[: inputs.num_drafted], lengths)
+
+    def _draft(self, inputs: StepInputs, requests: Requests) -> tuple[Draft, Proposal]:
+        slots, steps, lengths = requests.slots, requests.steps, requests.lengths[: inputs.num_drafted]
         drafted = slots[: inputs.num_drafted]
         if self.drafter is None or not inputs.num_drafted:
             return Draft(slots.new_zeros(0, self.gamma), point_mass=True), Proposal(None)
-        lengths = self.state.lengths[drafted]
         sampler = BlockSampler(
             self.state.sampling,
             inputs.flags,
@@ -158,21 +189,23 @@ class DecodeStep:
         )
         context = DraftContext(drafted, lengths, self.state.history, self.cache, inputs.max_length)
         draft = self.drafter.propose(context, sampler)
-        if draft.point_mass:
+        if draft.point_mass or draft.drawn is not None:
             frontier = lengths.unsqueeze(1) + torch.arange(1, self.gamma + 1, device=slots.device)
             self.state.history[drafted.unsqueeze(1), frontier] = draft.tokens
+        if draft.point_mass:
             return draft, Proposal(None)
-        return draft, sampler.proposal
+        return draft, sampler.proposal if draft.drawn is None else replace(sampler.proposal, rows=draft.drawn)
 
     def _confidence(self, draft: Draft) -> Tensor | None:
         if self.confidence is None or not draft.tokens.shape[0]:
             return None
         return self.confidence.confidence(draft.confidence_logits, draft.signal)
 
-    def _allocate(self, inputs: StepInputs, draft: Draft, confidence: Tensor | None) -> Tensor:
+    def _allocate(self, inputs: StepInputs, limits: Tensor, draft: Draft, confidence: Tensor | None) -> Tensor:
         """Widths of the emitting requests, [E] int64; requests without a draft get 0."""
-        device = self.state.device
-        limits = to_device(inputs.limits, torch.int64, device)
+        device, undrafted = limits.device, limits.new_zeros(inputs.num_emitting - inputs.num_drafted)
+        if not inputs.num_drafted:
+            return undrafted
         if draft.lengths is not None:
             limits = torch.minimum(limits, draft.lengths)
         if inputs.forced is not None:
@@ -181,53 +214,68 @@ class DecodeStep:
             if confidence is None:
                 confidence = torch.ones(inputs.num_drafted, self.gamma, device=device)
             survival = prefix_survival(confidence)
-            budget = inputs.budget if inputs.decide is None else inputs.decide(survival, limits)
+            decision = None if inputs.decide is None else inputs.decide(survival, limits)
+            budget = inputs.budget if decision is None else decision.budget
             if self.uniform_widths:
                 widths = limits.clamp(max=inputs.even_width(budget))
+            elif decision is not None and decision.widths is not None:
+                widths = to_device(decision.widths, torch.int64, device)
             else:
                 widths = allocate(survival, budget, limits, inputs.min_width)
-        return torch.cat([widths, widths.new_zeros(inputs.num_emitting - inputs.num_drafted)])
+        return torch.cat([widths, undrafted])
 
-    def _pack(self, inputs: StepInputs, slots: Tensor, widths: Tensor) -> tuple[FlatBatch, Tensor]:
+    def _pack(self, inputs: StepInputs, requests: Requests, widths: Tensor) -> tuple[FlatBatch, Tensor]:
         """The flat batch, and the logit row of every emitting request's anchor ([E] int64)."""
-        device, emitting = self.state.device, inputs.num_emitting
-        context = to_device(inputs.context_rows, torch.int64, device)
-        rows = context.clone()
-        rows[:emitting] += widths + 1
+        xp, array, tensor = self._arrays
+        slots, lengths, drafts = array(requests.slots), array(requests.lengths), array(widths)
+        count, emitting = len(inputs.slots), inputs.num_emitting
         if self.reads_are_free:  # no padding for widths that limits have cut
-            num_logits = int(widths.sum()) + emitting
+            num_logits = int(drafts.sum()) + emitting
         else:
             even = inputs.num_drafted * inputs.even_width(inputs.budget)
             num_logits = emitting + min(even if self.uniform_widths else inputs.budget, sum(inputs.limits))
         total = sum(inputs.context_rows) + num_logits
-        owner, offset = rows_of(rows, self.runner.bucket(total))
-        real = owner < len(inputs.slots)
-        row_slot = torch.where(real, slots[owner.clamp(max=len(inputs.slots) - 1)], 0)
-        positions = torch.where(real, self.state.lengths[row_slot] + offset, 0)
-        indptr = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
+        bucket = self.runner.bucket(total)
 
-        if not any(inputs.context_rows):  # decodes only: every row is an anchor or a draft
-            logit_rows = torch.arange(num_logits, device=device)
-        else:
-            logit_owner, logit_offset = rows_of(widths + 1, num_logits)
-            valid = logit_owner < emitting
-            logit_owner = logit_owner.clamp(max=max(emitting - 1, 0))
-            first = indptr[logit_owner] + context[logit_owner]
-            logit_rows = torch.where(valid, first + logit_offset, 0)
+        windows = drafts + 1
+        mixed = any(inputs.context_rows)  # else every row is an anchor or a draft
+        rows = windows
+        if mixed:
+            context = array(requests.context)
+            rows = context + xp.concatenate([windows, context[emitting:] * 0])
+        ends = rows.cumsum(0)
+        starts = ends - rows
+        row = array(torch.arange(bucket, device=widths.device))
+        owner = xp.searchsorted(ends, row, side="right")
+        padded = bucket > total or not self.reads_are_free
+        if padded:
+            real, owner = owner < count, owner.clip(max=count - 1)
+        row_slot, positions = slots[owner], (lengths - starts)[owner] + row
+        if padded:  # padding stands at slot 0, position 0 and sees nothing
+            row_slot, positions = row_slot * real, positions * real
+        kv_lens = positions + 1
+        block, place = positions // self.cache.block_size, positions % self.cache.block_size
+        cache_slots = [table[row_slot, block] * self.cache.block_size + place for table in self._tables]
+        if padded:
+            kv_lens, cache_slots = kv_lens * real, [slots * real for slots in cache_slots]
+        anchor_row, logit_rows = starts, row[:num_logits]
+        if mixed:
+            window_ends = windows.cumsum(0)
+            anchor_row = window_ends - windows
+            window = xp.searchsorted(window_ends, logit_rows, side="right")
+            first = ((starts + context)[:emitting] - anchor_row)[window.clip(max=max(emitting - 1, 0))]
+            logit_rows = xp.where(window < emitting, first + logit_rows, 0)
         batch = FlatBatch(
-            token_ids=self.state.history[row_slot, positions],
-            positions=positions,
-            row_slot=row_slot,
-            kv_lens=torch.where(real, positions + 1, 0),
-            cache_slots=tuple(
-                torch.where(real, self.cache.cache_slots(group, row_slot, positions), 0)
-                for group in range(len(self.cache.windows))
-            ),
+            token_ids=tensor(self._history[row_slot, positions]),
+            positions=tensor(positions),
+            row_slot=tensor(row_slot),
+            kv_lens=tensor(kv_lens),
+            cache_slots=tuple(map(tensor, cache_slots)),
             block_tables=self.cache.block_tables,
-            qo_indptr=indptr,
-            logit_rows=logit_rows,
+            qo_indptr=tensor(xp.concatenate([starts[:1], ends])),
+            logit_rows=tensor(logit_rows),
         )
-        anchor_row = (widths + 1).cumsum(0) - (widths + 1)
+        anchor_row = tensor(anchor_row)
         if self.check_layout:
             from surefoot.engine.layout import check_layout
 
@@ -240,13 +288,13 @@ class DecodeStep:
         logits: Tensor,
         batch: FlatBatch,
         anchor_row: Tensor,
-        slots: Tensor,
-        steps: Tensor,
+        requests: Requests,
         draft: Draft,
         widths: Tensor,
         proposal: Proposal,
     ) -> Verdict:
         emitting, drafted = inputs.num_emitting, inputs.num_drafted
+        slots, steps = requests.slots, requests.steps
         if not emitting:
             return Verdict(slots.new_zeros(0), slots.new_zeros(0))
         if inputs.flags.greedy:
@@ -266,13 +314,12 @@ class DecodeStep:
             sample_rows,
         )
 
-    def _commit(self, inputs: StepInputs, slots: Tensor, verdict: Verdict) -> None:
+    def _commit(self, inputs: StepInputs, requests: Requests, verdict: Verdict) -> None:
         """Set the lengths: the whole of rewinding. The accepted drafts stand in the history already."""
-        emitting = inputs.num_emitting
-        grown = to_device(inputs.context_rows, torch.int64, self.state.device)
-        grown[:emitting] += verdict.accepted + 1
-        lengths = self.state.lengths[slots] + grown
-        self.state.lengths[slots] = lengths
+        slots, emitting = requests.slots, inputs.num_emitting
+        lengths = requests.lengths + requests.context
+        lengths[:emitting] += verdict.accepted + 1
+        self.state.lengths.index_copy_(0, slots, lengths)
         self.state.history[slots[:emitting], lengths[:emitting]] = verdict.next_token
 
     def _logprobs(
@@ -289,3 +336,7 @@ class DecodeStep:
             return chosen, None, None
         top = log_probs.topk(flags.logprobs, dim=-1)
         return chosen, top.values, top.indices
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

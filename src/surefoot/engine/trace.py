@@ -43,9 +43,11 @@ class StepReport:
         survival = (
             [[1.0] * self.gamma] * count if outputs.confidence is None else prefix_survival(outputs.confidence).tolist()
         )
+        sources = outputs.sources
         blocks = [
             {
                 "request": self.request_ids[i],
+                **({} if sources is None else {"source": sources[i]}),
                 "survival": [round(value, 6) if k < proposed[i] else 0.0 for k, value in enumerate(survival[i])],
                 "drafted": proposed[i],
                 "verified": outputs.widths[i],

@@ -6,13 +6,15 @@ that slot (its own key is the last of them). One call serves prefill chunks, anc
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from surefoot.kernels import native
+from surefoot.kernels import native, triton_support
+
+REFERENCE_ROWS = 256
+"""Rows the reference takes at a time in the Triton kernel's place: it gathers every row's own keys and values."""
 
 
 def paged_attention(
@@ -33,7 +35,8 @@ def paged_attention(
 
     On the CPU in bfloat16 and float32 the native kernel runs: positions are added in ascending order on a fixed grid of
     absolute positions, so a row's result depends on its own query, length and cache contents only (not on its
-    neighbours, on where its blocks lie, or on `block_size`), and nothing outside its visible range enters it.
+    neighbours, on where its blocks lie, or on `block_size`), and nothing outside its visible range enters it. On CUDA the
+    Triton kernel promises the same; the reference below takes its place where there is no Triton.
 
     Args:
         query: [T, Hq, D].
@@ -56,28 +59,34 @@ def paged_attention(
         return torch.ops.surefoot.paged_attention(
             query, key_cache, value_cache, block_table, row_slot, kv_lens, block_size, scaling, window, softcap, sinks
         )
-    run = paged_attention_reference
-    if query.device.type == "cuda" and capturable():
-        from surefoot.kernels.triton_attention import paged_attention_triton as run
-    return run(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        row_slot,
-        kv_lens,
-        block_size=block_size,
-        scaling=scaling,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "scaling": scaling,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+    }
+    if query.device.type != "cuda":
+        return paged_attention_reference(query, key_cache, value_cache, block_table, row_slot, kv_lens, **options)
+    if triton_support.usable(query, key_cache, value_cache):
+        try:
+            from surefoot.kernels.triton_attention import paged_attention_triton
+
+            return paged_attention_triton(query, key_cache, value_cache, block_table, row_slot, kv_lens, **options)
+        except Exception as problem:  # it did not compile; nothing was written but the result
+            triton_support.give_up(problem)
+    parts = [
+        paged_attention_reference(rows, key_cache, value_cache, block_table, slots, lens, **options)
+        for rows, slots, lens in zip(
+            query.split(REFERENCE_ROWS), row_slot.split(REFERENCE_ROWS), kv_lens.split(REFERENCE_ROWS), strict=True
+        )
+    ]
+    return torch.cat(parts)
 
 
-@cache
 def capturable() -> bool:
     """Whether attention on CUDA can be captured in a graph: the Triton kernel can; the reference reads lengths back."""
-    return find_spec("triton") is not None
+    return triton_support.works()
 
 
 def paged_attention_reference(

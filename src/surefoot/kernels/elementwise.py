@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surefoot.kernels import native
+from surefoot.kernels import native, triton_support
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -29,6 +29,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
     """
     if native.usable(x, weight) and x.dtype == weight.dtype:
         return torch.ops.surefoot.rms_norm(x, weight, eps, unit_offset, None)[0]
+    if triton_support.usable(x, weight):
+        try:
+            from surefoot.kernels.triton_rows import rms_norm_rows
+
+            return rms_norm_rows(x, weight, eps, unit_offset=unit_offset)
+        except Exception as problem:
+            triton_support.give_up(problem)
     return rms_norm_reference(x, weight, eps, unit_offset=unit_offset)
 
 
@@ -63,6 +70,18 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if native.usable(x, cos, sin) and x.dtype == cos.dtype == sin.dtype:
         return torch.ops.surefoot.rotary(x, cos, sin)
+    if (
+        x.stride(-1) == 1
+        and cos.stride() == sin.stride()
+        and cos.stride(-1) == 1
+        and triton_support.usable(x, cos, sin)
+    ):
+        try:
+            from surefoot.kernels.triton_rows import rotary_rows
+
+            return rotary_rows(x, cos, sin)
+        except Exception as problem:
+            triton_support.give_up(problem)
     return rotary_reference(x, cos, sin)
 
 
@@ -86,6 +105,13 @@ def gated_activation(gate_up: Tensor, activation: Activation = "silu") -> Tensor
     """
     if native.usable(gate_up):
         return torch.ops.surefoot.gated_activation(gate_up, activation == "gelu_tanh")
+    if gate_up.stride(-1) == 1 and triton_support.usable(gate_up):
+        try:
+            from surefoot.kernels.triton_rows import gated_activation_rows
+
+            return gated_activation_rows(gate_up, activation == "gelu_tanh")
+        except Exception as problem:
+            triton_support.give_up(problem)
     return gated_activation_reference(gate_up, activation)
 
 

@@ -33,9 +33,13 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
         values: [N, K] int8 in -127 … 127.
         scale: [N] float32; `values * scale` approximates `weight` to half a scale.
     """
-    exact = weight.float()
-    scale = exact.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return (exact / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(weight.shape[0], device=weight.device)
+    for some, to, s in zip(*(t.split(4096) for t in (weight, values, scale)), strict=True):  # little memory at a time
+        exact = some.float()
+        torch.div(exact.abs().amax(dim=1).clamp_min_(torch.finfo(torch.float32).tiny), 127, out=s)
+        to.copy_((exact / s[:, None]).round_().clamp_(-127, 127))
+    return values, scale
 
 
 class PackedLinear(nn.Module):
@@ -45,39 +49,45 @@ class PackedLinear(nn.Module):
     `state_dict()` leave them alone.
 
     Args:
-        weight: [N, K] bfloat16 or float32 (float16 is widened to float32).
+        weight: [N, K] bfloat16 or float32 (float16 is widened to float32), or several of them to be fused along N.
         bias: [N] or None.
         quantize: `"int8"` for weight-only int8, None for the weights as they are.
-        sizes: output sizes of the layers fused along N, for `split`; default one layer.
+        kernel: how to compute; default `native.kernel()`, the best this CPU has.
     """
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[Tensor],
         bias: Tensor | None = None,
         *,
         quantize: Quantization | None = None,
-        sizes: Sequence[int] | None = None,
+        kernel: native.Kernel | None = None,
     ) -> None:
         super().__init__()
         if quantize not in (None, "int8"):
             raise ConfigurationError(f"quantize={quantize!r} is not supported: use 'int8' or None.")
-        if weight.device.type != "cpu":
-            raise ConfigurationError(
-                f"PackedLinear is a CPU layer, the weight is on {weight.device}: keep nn.Linear there."
-            )
-        weight = weight.detach()
-        self.out_features, self.in_features = weight.shape
-        self.sizes = tuple(sizes or (self.out_features,))
+        weights = [w.detach() for w in ([weight] if isinstance(weight, Tensor) else weight)]
+        for w in weights:
+            if w.device.type != "cpu":
+                raise ConfigurationError(
+                    f"PackedLinear is a CPU layer, the weight is on {w.device}: keep nn.Linear there."
+                )
+        self.sizes = tuple(w.shape[0] for w in weights)  # of the fused layers, for `split`
+        self.out_features, self.in_features = sum(self.sizes), weights[0].shape[1]
         self.quantize = quantize
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.scale: Tensor | None = None
         if quantize == "int8":
-            weight, self.scale = quantize_int8(weight)
-        elif weight.dtype not in native.DTYPES:
-            weight = weight.float()
+            weights, scales = zip(*(quantize_int8(w) for w in weights), strict=True)  # type: ignore[assignment]
+            self.scale = torch.cat(scales)
+        elif any(w.dtype != weights[0].dtype or w.dtype not in native.DTYPES for w in weights):
+            weights = [w.float() for w in weights]
         self.native = native.available()
-        self.weight = torch.ops.surefoot.pack(weight) if self.native else weight.contiguous()
+        self.kernel = (kernel or native.kernel()) if self.native else None
+        if self.kernel:
+            self.weight = self.kernel.operations.pack(list(weights), self.kernel.layout)
+        else:
+            self.weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(list(weights))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, quantize: Quantization | None = None) -> PackedLinear:
@@ -87,8 +97,6 @@ class PackedLinear(nn.Module):
     @classmethod
     def from_linears(cls, linears: Sequence[nn.Linear], quantize: Quantization | None = None) -> PackedLinear:
         """Fuses layers of the same input along their outputs (q·k·v, gate·up); a missing bias counts as zeros."""
-        sizes = [linear.out_features for linear in linears]
-        weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight.detach() for linear in linears])
         bias = None
         if any(linear.bias is not None for linear in linears):
             bias = torch.cat(
@@ -97,7 +105,7 @@ class PackedLinear(nn.Module):
                     for linear in linears
                 ]
             )
-        packed = cls(weight, bias, quantize=quantize, sizes=sizes)
+        packed = cls([linear.weight for linear in linears], bias, quantize=quantize)
         for linear in linears:
             linear.weight = None  # type: ignore[assignment]
         return packed
@@ -108,11 +116,11 @@ class PackedLinear(nn.Module):
         return sum(t.nbytes for t in (self.weight, self.scale, self.bias) if t is not None)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N] in x's dtype
-        if not self.native:
+        if self.kernel is None:
             return self._unpacked(x)
         if x.dtype not in native.DTYPES:
             return self.forward(x.float()).to(x.dtype)
-        return torch.ops.surefoot.linear(x, self.weight, self.out_features, self.scale, self.bias)
+        return self.kernel.operations.linear(x, self.weight, self.out_features, self.scale, self.bias)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """Views of a result, one per fused layer."""
@@ -140,8 +148,9 @@ def linear_argmax(x: Tensor, packed: PackedLinear) -> tuple[Tensor, Tensor]:
         index: [M] int64, equal to `packed(x).argmax(-1)`; ties go to the smallest index.
         value: [M] float32, the output there, rounded to x's dtype as `packed(x)` rounds it.
     """
-    if packed.native and x.dtype in native.DTYPES:
-        return torch.ops.surefoot.linear_argmax(x, packed.weight, packed.out_features, packed.scale, packed.bias)
+    if packed.kernel and x.dtype in native.DTYPES:
+        operations = packed.kernel.operations
+        return operations.linear_argmax(x, packed.weight, packed.out_features, packed.scale, packed.bias)
     y = packed(x)
     value = y.amax(-1, keepdim=True)
     index = torch.where(y == value, torch.arange(y.shape[-1]), y.shape[-1]).amin(-1).clamp_max(y.shape[-1] - 1)

@@ -1,11 +1,16 @@
 """The C++ kernels: compiled on first use into a cache directory, found there ever after.
 
-`available()` is the one question callers ask. It is true when `torch.ops.surefoot.*` exists (`native.cpp` compiled and
-loaded); where it is false (no compiler, `SUREFOOT_NATIVE=0`) every kernel has a torch fallback that computes the same
-thing more slowly, and without the promise that a row's bits do not depend on its neighbours.
+`available()` is the one question callers ask. It is true when `torch.ops.surefoot.*` exists (compiled and loaded); where
+it is false (no compiler, `SUREFOOT_NATIVE=0`) every kernel has a torch fallback that computes the same thing more slowly,
+and without the promise that a row's bits do not depend on its neighbours.
+
+A library is compiled for one instruction set and runs on every CPU that has it. AMX and AVX-512 BF16 are asked for at run
+time, from the CPU and from the operating system, and are used by the thin products alone.
 
 Environment:
     SUREFOOT_NATIVE: `0` never compiles or loads the kernels.
+    SUREFOOT_ISA: `portable`, `avx2`, `avx512` or `amx` forces the instruction set (default: the best there is); an error
+        where this machine lacks it.
     SUREFOOT_CACHE: cache directory of surefoot (default `~/.cache/surefoot`); the kernels live in `native/<key>/`.
 """
 
@@ -16,37 +21,113 @@ import hashlib
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from surefoot.errors import ConfigurationError
 from surefoot.paths import cache_directory
 
-SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC", "-shared"]
+HOME = Path(__file__).parent
+SOURCES = ("native.cpp", "products.cpp", "sequential.cpp")
+HEADERS = ("vectors.hpp", "tiles.hpp")
+FLAGS = ("-O3", "-mtune=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC")
 LIBRARY = "surefoot_native.so"
 DTYPES = (torch.bfloat16, torch.float32)  # what the kernels compute on
 
+Isa = Literal["portable", "avx2", "avx512", "amx"]
+ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512", "amx")
+"""Ascending: a CPU that has one has those before it. "portable" is whatever the compiler vectorises for."""
 
-def build_key() -> str:
-    """Hash of all that decides the machine code: source, flags, torch, and the instruction set of this CPU."""
-    cpu = platform.machine() + platform.processor()
+_NEEDED: dict[Isa, tuple[str, ...]] = {
+    "avx2": ("avx2", "fma"),
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+}
+"""CPU flags of a level (those of the levels before it come on top), by the names of /proc/cpuinfo and of g++'s -m."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way of computing thin products: whose operations, and how their weights are laid out (see `products.cpp`)."""
+
+    isa: Isa
+    namespace: str
+    layout: Literal["panels", "pairs", "tiles"]
+
+    @property
+    def operations(self) -> Any:
+        """`pack`, `linear` and `linear_argmax`."""
+        return getattr(torch.ops, self.namespace)
+
+
+@functools.cache
+def cpu_level() -> Isa:
+    """The best level below "amx" that this CPU and its operating system have."""
+    if not _x86():
+        return "portable"
     info = Path("/proc/cpuinfo")
     if info.exists():
         lines = info.read_text(errors="replace").splitlines()
-        cpu += "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
-    parts = (SOURCE.read_text(), " ".join(FLAGS), torch.__version__, cpu, os.environ.get("CXX", ""))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        return level_of_flags(next((line.split() for line in lines if line.startswith("flags")), []))
+    capability = torch.backends.cpu.get_cpu_capability()  # torch has asked the CPU
+    return "avx512" if capability.startswith("AVX512") else "avx2" if capability.startswith("AVX2") else "portable"
+
+
+def level_of_flags(flags: Iterable[str]) -> Isa:
+    """The best level below "amx" of a CPU with these flags of /proc/cpuinfo."""
+    level: Isa = "portable"
+    for name, needed in _NEEDED.items():
+        if not set(needed) <= set(flags):
+            break
+        level = name
+    return level
+
+
+def _x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def requested_isa() -> Isa | None:
+    """What SUREFOOT_ISA asks for; None where it is not set.
+
+    Raises:
+        ConfigurationError: no such instruction set.
+    """
+    wanted = os.environ.get("SUREFOOT_ISA", "")
+    if wanted and wanted not in ISAS:
+        raise ConfigurationError(
+            f"SUREFOOT_ISA={wanted}: allowed are {', '.join(ISAS)}; unset it to use the best there is."
+        )
+    return wanted or None
+
+
+def missing(isa: Isa) -> str:
+    """Why this machine cannot use an instruction set; empty if it can. Needs the kernels only for "amx"."""
+    level = cpu_level()
+    if isa != "amx":
+        better = ISAS.index(isa) > ISAS.index(level)
+        return f"the CPU's best level is {level}" if better else ""
+    if level != "avx512":
+        return f"AMX comes with AVX-512, and the CPU's best level is {level}"
+    return str(_operations("avx512").layout_missing("tiles"))
 
 
 @torch.compiler.assume_constant_result
 def available() -> bool:
-    """Whether `torch.ops.surefoot` can be called; the first call compiles or loads it (about 30 s, or milliseconds)."""
+    """Whether `torch.ops.surefoot` can be called; the first call compiles or loads it (about 30 s, or milliseconds).
+
+    Raises:
+        ConfigurationError: SUREFOOT_ISA asks for what there is not.
+    """
     return _available()
 
 
@@ -54,8 +135,11 @@ def available() -> bool:
 def _available() -> bool:
     if os.environ.get("SUREFOOT_NATIVE", "1") == "0":
         return False
+    wanted = requested_isa()
+    if wanted and missing(_level_of(wanted)):  # what can be said before anything is compiled
+        raise ConfigurationError(_refusal(wanted, missing(wanted)))
     try:
-        _load()
+        _operations(production_level())
     except Exception as error:  # whatever the tool chain raises, torch's own products still work
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)
@@ -66,6 +150,8 @@ def _available() -> bool:
             stacklevel=2,
         )
         return False
+    _register_fakes()
+    kernel()
     return True
 
 
@@ -76,15 +162,92 @@ def usable(*tensors: Tensor | None) -> bool:
     return fits and available()
 
 
-def _load() -> None:
-    target = cache_directory() / "native" / build_key() / LIBRARY
+@functools.cache
+def kernel(isa: Isa | None = None) -> Kernel:
+    """How thin products are computed: with an instruction set, by default with what SUREFOOT_ISA says or the best there is.
+
+    Another instruction set than the default may need a second, smaller library, which is compiled now.
+
+    Raises:
+        ConfigurationError: this machine lacks the instruction set.
+    """
+    chosen = isa or requested_isa()
+    if chosen is None:
+        chosen = "amx" if cpu_level() == "avx512" and not missing("amx") else cpu_level()
+    if reason := missing(chosen):
+        raise ConfigurationError(_refusal(chosen, reason))
+    level = _level_of(chosen)
+    operations = _operations(level)
+    layout: Literal["panels", "pairs", "tiles"] = "panels"
+    if chosen == "amx":
+        layout = "tiles"
+    elif chosen == "avx512" and not operations.layout_missing("pairs"):
+        layout = "pairs"
+    return Kernel(chosen, operations.name, layout)
+
+
+def production_level() -> Isa:
+    """The level `torch.ops.surefoot` is compiled for."""
+    wanted = requested_isa()
+    return _level_of(wanted) if wanted else cpu_level()
+
+
+def _level_of(isa: Isa) -> Isa:
+    return "avx512" if isa == "amx" else isa
+
+
+def _refusal(isa: Isa, reason: str) -> str:
+    asked = f"SUREFOOT_ISA={isa}" if os.environ.get("SUREFOOT_ISA") == isa else f"instruction set {isa}"
+    return f"{asked} cannot be used here: {reason}. Choose a lower one of {', '.join(ISAS)}, or unset SUREFOOT_ISA."
+
+
+def level_flags(level: Isa) -> tuple[str, ...]:
+    """Compiler switches of a level; where levels mean nothing (not x86-64), whatever this CPU has."""
+    if not _x86():
+        return ("-march=native",)
+    levels = [name for name in _NEEDED if ISAS.index(name) <= ISAS.index(level)]
+    return tuple(f"-m{flag}" for name in levels for flag in _NEEDED[name])
+
+
+@functools.cache
+def _operations(level: Isa) -> Any:
+    """The operations of a level: production's if it is that level, else those of a library of products alone."""
+    if level != production_level():
+        return load_products(f"surefoot_{level}", level_flags(level))
+    torch.ops.load_library(str(library()))
+    return torch.ops.surefoot
+
+
+@functools.cache
+def load_products(namespace: str, flags: tuple[str, ...]) -> Any:
+    """Builds and loads `products.cpp` alone, with flags of its own, as `torch.ops.<namespace>`: for comparisons and tests."""
+    torch.ops.load_library(str(library(("products.cpp",), (*flags, f"-DSUREFOOT_NAMESPACE={namespace}"))))
+    return getattr(torch.ops, namespace)
+
+
+def build_key(sources: Sequence[str] = SOURCES, flags: Sequence[str] | None = None) -> str:
+    """Hash of all that decides the machine code: sources, flags, torch, and the CPU that it is tuned for."""
+    flags = level_flags(production_level()) if flags is None else flags
+    cpu = platform.machine() + platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(errors="replace").splitlines()
+        cpu += "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    texts = [(HOME / name).read_text() for name in (*sources, *HEADERS)]
+    parts = (*texts, " ".join((*FLAGS, *flags)), torch.__version__, cpu, os.environ.get("CXX", ""))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def library(sources: Sequence[str] = SOURCES, flags: Sequence[str] | None = None) -> Path:
+    """The compiled library, by default production's; compiled now if the cache has none."""
+    flags = level_flags(production_level()) if flags is None else flags
+    target = cache_directory() / "native" / build_key(sources, flags) / LIBRARY
     if not target.exists():
-        _build(target)
-    torch.ops.load_library(str(target))
-    _register_fakes()
+        _build(target, sources, flags)
+    return target
 
 
-def _build(target: Path) -> None:
+def _build(target: Path, sources: Sequence[str], flags: Sequence[str]) -> None:
     """Compiles in a private directory and moves the library into place, so that processes may start at once.
 
     The compiler is called directly: `torch.utils.cpp_extension.load` needs ninja and setuptools at run time, guards its
@@ -95,19 +258,30 @@ def _build(target: Path) -> None:
     notice = threading.Timer(2.0, lambda: console.print("[dim]compiling native kernels…[/dim]"))
     notice.daemon = True
     home = Path(torch.__file__).parent
+    include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+    compiler = [os.environ.get("CXX") or "g++", *FLAGS, *flags]
     notice.start()
     try:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as workspace:
-            built = Path(workspace) / LIBRARY
-            headers = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-            command = [os.environ.get("CXX") or "g++", *FLAGS, *headers, str(SOURCE), "-o", str(built)]
-            command += [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode:
-                raise RuntimeError(result.stderr or f"compiler exited with {result.returncode}")
+            objects = [str(Path(workspace) / f"{name}.o") for name in sources]
+            _run([*compiler, *include, "-c", str(HOME / s), "-o", o] for s, o in zip(sources, objects, strict=True))
+            built = str(Path(workspace) / LIBRARY)
+            own = (
+                ["-Wl,-Bsymbolic"] if sys.platform == "linux" else []
+            )  # never another library's instance of a template
+            _run([[*compiler, "-shared", *own, *objects, "-o", built, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]])
             os.replace(built, target)
     finally:
         notice.cancel()
+
+
+def _run(commands: Iterable[Sequence[str]]) -> None:
+    """All at once; the first failure's message is raised."""
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    errors = [process.communicate()[1] for process in running]
+    for process, error in zip(running, errors, strict=True):
+        if process.returncode:
+            raise RuntimeError(error or f"compiler exited with {process.returncode}")
 
 
 def _register_fakes() -> None:
@@ -117,10 +291,15 @@ def _register_fakes() -> None:
         return torch.library.register_fake(f"surefoot::{name}")
 
     @fake("pack")
-    def pack(weight: Tensor) -> Tensor:
-        width = panel_width()
-        dtype = torch.int16 if weight.dtype == torch.bfloat16 else weight.dtype
-        return weight.new_empty((-(-weight.shape[0] // width), weight.shape[1], width), dtype=dtype)
+    def pack(weights: list[Tensor], layout: str) -> Tensor:
+        outputs, (inputs, dtype) = sum(w.shape[0] for w in weights), (weights[0].shape[1], weights[0].dtype)
+        half, width = dtype == torch.bfloat16, panel_width()
+        shape: tuple[int, ...] = (-(-outputs // width), inputs, width)
+        if layout == "pairs" and half:
+            shape = (-(-outputs // width), -(-inputs // 2), width, 2)
+        elif layout == "tiles" and dtype != torch.float32:
+            shape = (-(-outputs // 32), -(-inputs // 32), 2, 16, 32)
+        return weights[0].new_empty(shape, dtype=torch.int16 if half else dtype)
 
     @fake("linear")
     def linear(x: Tensor, packed: Tensor, outputs: int, scale: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -166,4 +345,4 @@ def _register_fakes() -> None:
 @functools.cache
 def panel_width() -> int:
     """Outputs per weight panel of the compiled kernels: twice the float lanes of a vector."""
-    return int(torch.ops.surefoot.pack(torch.zeros(1, 1)).shape[2])
+    return int(torch.ops.surefoot.pack([torch.zeros(1, 1)], "panels").shape[2])

@@ -49,6 +49,8 @@ class Hardware:
     torch_capability: str
     native_kernels: bool
     native_reason: str  # why there are none; empty when there are
+    isa: str  # the instruction set of the thin products; empty without native kernels
+    isas_missing: tuple[str, ...]  # those that cannot be used here, and why
     stream_gb_s: float
     gpus: tuple[str, ...]
 
@@ -70,6 +72,7 @@ def inspect_hardware() -> Hardware:
         torch_capability=torch.backends.cpu.get_cpu_capability(),
         native_kernels=native,
         native_reason=reason,
+        **instruction_sets(native),
         stream_gb_s=stream_rate() / 1e9,
         gpus=tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
     )
@@ -128,15 +131,38 @@ def native_kernels() -> tuple[bool, str]:
     return False, str(caught[-1].message) if caught else "could not be built; the warning came earlier in this process"
 
 
+def instruction_sets(available: bool) -> dict[str, Any]:
+    """What the thin products run on, and why not on more."""
+    from surefoot.kernels import native
+
+    if not available:
+        return {"isa": "", "isas_missing": ()}
+    missing = {isa: native.missing(isa) for isa in native.ISAS}
+    return {
+        "isa": native.kernel().isa,
+        "isas_missing": tuple(f"{isa} ({reason})" for isa, reason in missing.items() if reason),
+    }
+
+
+def last_level_cache(topology: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the largest cache the first core sees; 0 where the system does not say."""
+    sizes = [path.read_text().strip() for path in topology.glob("index*/size")]
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
+
+
 def stream_rate(size: int = STREAM_BYTES, repeats: int = 5) -> float:
-    """Bytes per second at which torch's threads read memory, each byte once: the best of `repeats` passes.
+    """Bytes per second at which torch's number of threads reads memory, each byte once: the best of `repeats` passes.
 
     The best, not the median: it is the ceiling that other processes can only lower.
     """
-    data = torch.ones(size // 4, dtype=torch.int32)  # written here, so that every page exists
+    from surefoot.kernels import native
+
+    read = torch.ops.surefoot.stream if native.usable() else torch.sum  # the sum computes, which can be what limits it
+    data = torch.ones(size // 8, dtype=torch.int64)  # written here, so that every page exists
     rates = []
     for _ in range(repeats + 1):  # the first pass only wakes the threads
         start = time.perf_counter()
-        torch.sum(data, dtype=torch.int32)
-        rates.append(data.numel() * 4 / (time.perf_counter() - start))
+        read(data)
+        rates.append(data.nbytes / (time.perf_counter() - start))
     return max(rates[1:])

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from surefoot.cache.paged import PagedCache
+from surefoot.drafters.combined import CombinedDrafter
 from surefoot.engine.engine import Engine
 from surefoot.engine.policy import WidthPolicy
 from surefoot.engine.request import Request
@@ -293,13 +294,20 @@ class _Bench:
         engine.overlap, engine.blocks.prefix_reuse = False, False
         self._hidden = self._kept[1]  # an overlapped loop hides the host's time
         engine.add_observer(self._watch)
+        self._draft_by_model(True)
         self._generator = np.random.default_rng(0)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._leave()
         self.engine.remove_observer(self._watch)
+        self._draft_by_model(False)
         self.engine.policy, self.engine.overlap, self.engine.blocks.prefix_reuse = self._kept
+
+    def _draft_by_model(self, always: bool) -> None:
+        """D of two drafters in one is that of the trained one: these texts, which repeat, would all be looked up."""
+        if isinstance(self.engine.drafter, CombinedDrafter):
+            self.engine.drafter.choice.only_trained = always
 
     def _watch(self, report: StepReport) -> None:
         self._last = report

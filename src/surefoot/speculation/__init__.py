@@ -26,6 +26,7 @@ from surefoot.speculation.planner import (
     StepLoad,
     StoppingPlanner,
 )
+from surefoot.speculation.sources import CombinedConfidence, SourceChoice
 from surefoot.speculation.statistics import BlockRecord, InactiveError, RequestStatistics, Statistics, StepRecord
 from surefoot.speculation.survival import ConfidenceBoard, PublishedSurvival, Seat, prefix_survival
 
@@ -35,6 +36,7 @@ __all__ = [
     "BreakerState",
     "Calibration",
     "CausalPlanner",
+    "CombinedConfidence",
     "ConfidenceBoard",
     "ConfidenceSource",
     "ContinuationModel",
@@ -54,6 +56,7 @@ __all__ = [
     "Rescale",
     "Seat",
     "SignalConfidence",
+    "SourceChoice",
     "StalePlanner",
     "Statistics",
     "StepLoad",

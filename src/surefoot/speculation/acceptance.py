@@ -20,12 +20,15 @@ class Proposal:
     """The distributions a block was drawn from.
 
     `probs` is the very tensor the drafts were drawn from ([R, gamma, V_draft] float32), or None for a point mass on the draft.
-    `vocabulary` maps draft ids to target ids ([V_draft] int64); outside it q is exactly 0.
+    `vocabulary` maps draft ids to target ids ([V_draft] int64); outside it q is exactly 0. Where only some of the requests
+    drew their drafts, `rows` says which row of `probs` and `draft_ids` is theirs; the others' q is a point mass. Drafts
+    behind the last position of `probs` are never verified.
     """
 
     probs: Tensor | None
     vocabulary: Tensor | None = None
     draft_ids: Tensor | None = None  # [R, gamma] int64, the drafted tokens as indices into `probs`
+    rows: Tensor | None = None  # [D] int64, -1 for a point mass (None: every request's own row)
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,9 @@ def accept_sampled(
     else:
         assert proposal.draft_ids is not None
         q = proposal.probs.gather(-1, proposal.draft_ids.unsqueeze(-1)).squeeze(-1).to(torch.float64)
+        q = torch.nn.functional.pad(q, (0, gamma - q.shape[1]), value=1.0) if q.shape[1] < gamma else q
+        if proposal.rows is not None:
+            q = torch.where((proposal.rows >= 0).unsqueeze(1), q[proposal.rows.clamp(min=0)], 1.0)
     accepted = leading_ones((accept_uniforms * q < p) & (k < widths.unsqueeze(1)))
 
     # The row behind the last accepted token: the bonus distribution, or p of the rejected draft (minus q, below).
@@ -118,11 +124,11 @@ def accept_sampled(
         index = torch.arange(drafted, device=drafts.device)
         first = accepted.clamp(max=gamma - 1)
         rejected = accepted < widths
-        if proposal.probs is None:
-            token = drafts[index, first]
-            weights[index, token] = torch.where(rejected, 0.0, weights[index, token])
-        else:
-            q_row = proposal.probs[index, first] * rejected.unsqueeze(1)  # [D, V_draft]
+        row = index if proposal.rows is None else proposal.rows.clamp(min=0)
+        drawn = rejected if proposal.rows is None else rejected & (proposal.rows >= 0)
+        if proposal.probs is not None:
+            position = first.clamp(max=proposal.probs.shape[1] - 1)
+            q_row = proposal.probs[row, position] * drawn.unsqueeze(1)  # [D, V_draft]
             residual = weights[:drafted].clone()
             if proposal.vocabulary is None:
                 residual = (residual - q_row).clamp_(min=0)
@@ -131,4 +137,8 @@ def accept_sampled(
             # p and q can agree to the last bit but for the rejected token's rounding: then p itself is the residual's limit.
             empty = residual.sum(-1, keepdim=True) <= 0
             weights[:drafted] = torch.where(empty, weights[:drafted], residual)
+        if proposal.probs is None or proposal.rows is not None:
+            token = drafts[index, first]
+            point = rejected if proposal.probs is None else rejected & ~drawn
+            weights[index, token] = torch.where(point, 0.0, weights[index, token])
     return Verdict(_behind(accepted, anchor_row.shape[0]), sample(weights, draw_uniforms))

@@ -58,13 +58,12 @@ class ContinuationModel:
         self._count *= keep
         self._sum *= keep
         position = np.arange(self.gamma)
-        cell = (position * BINS + self._bin(position, survival)).ravel()  # of [N, gamma]
-        shape = (self.gamma, BINS)
-        for j in range(self.gamma):
-            known = (position <= j) & (j < lengths[:, None])
-            ratio = np.where(known, survival[:, j : j + 1] / np.maximum(survival, 1e-30), 0.0)
-            self._count[:, :, j] += np.bincount(cell, known.ravel(), self.gamma * BINS).reshape(shape)
-            self._sum[:, :, j] += np.bincount(cell, ratio.ravel(), self.gamma * BINS).reshape(shape)
+        shape = self._count.shape
+        cell = (position * BINS + self._bin(position, survival))[:, :, None] * self.gamma + position  # [N, k, j]
+        known = (position[:, None] <= position) & (position < lengths[:, None, None])
+        ratio = np.where(known, survival[:, None] / np.maximum(survival, 1e-30)[:, :, None], 0.0)
+        self._count += np.bincount(cell.ravel(), known.ravel(), self._count.size).reshape(shape)
+        self._sum += np.bincount(cell.ravel(), ratio.ravel(), self._count.size).reshape(shape)
         self._ratio = (self._sum + self.prior_weight * self._prior) / (self._count + self.prior_weight)
 
     def expect(self, position: npt.NDArray[np.int64], survival: npt.NDArray[np.floating]) -> Floats:

@@ -23,6 +23,7 @@ from surefoot.speculation.calibration import Calibration
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 BINS = 48
+SETTLED = 1e-9  # Newton steps below this change nothing in float32
 REACH = 4.0  # bins cover asinh(signal) in [-REACH, REACH], i.e. signals up to 27
 
 
@@ -83,6 +84,8 @@ class LogisticEstimator:
         self.gamma, self.half_life, self.warm_up, self.refit_every = gamma, half_life, warm_up, refit_every
         self.prior = np.array(prior, dtype=np.float64)
         self.parameters = torch.empty(2, gamma, dtype=torch.float32, device=device)
+        self._intercept, self._slope = self.parameters  # views
+        self.refits = 0  # rises whenever the parameters change
         self.reset()
 
     def reset(self) -> None:
@@ -91,9 +94,16 @@ class LogisticEstimator:
         self._signal = np.zeros((self.gamma, BINS))  # ... sum of the signals ...
         self._accepted = np.zeros((self.gamma, BINS))  # ... and acceptances
         self._fit = np.repeat(self.prior[:, None], self.gamma, axis=1)
+        self._waiting: list[tuple[Floats, Ints, Ints]] = []
         self._since_refit = 0
         self._ready = False
+        self.refits += 1
         self.parameters.copy_(torch.from_numpy(self._fit))
+
+    @property
+    def fit(self) -> Floats:
+        """[2, gamma] the parameters, on the host."""
+        return self._fit
 
     @property
     def warming_up(self) -> bool:
@@ -102,7 +112,7 @@ class LogisticEstimator:
 
     def estimate(self, signal: Tensor) -> Tensor:
         """[R, gamma] signal -> [R, gamma] confidence."""
-        return torch.sigmoid(self.parameters[0] + self.parameters[1] * signal.to(torch.float32))
+        return torch.sigmoid(self._intercept + self._slope * signal.to(torch.float32))
 
     def observe(self, signal: Floats, accepted: Ints, widths: Ints) -> None:
         """Take N blocks: position k has a label where the chain reached it and it was verified.
@@ -112,26 +122,33 @@ class LogisticEstimator:
             accepted: [N] accepted lengths.
             widths: [N] verified widths.
         """
-        position = np.arange(self.gamma)
-        labelled = position < np.minimum(accepted + 1, widths)[:, None]
-        block, k = np.nonzero(labelled & np.isfinite(signal))
-        value = np.asarray(signal, dtype=np.float64)[block, k]
-        share = (np.arcsinh(value) / REACH + 1.0) / 2.0
-        cell = k * BINS + (share * BINS).clip(0, BINS - 1).astype(np.int64)
-        keep = 0.5 ** (len(signal) / self.half_life)
-        for total, weight in (
-            (self._tried, np.ones_like(value)),
-            (self._signal, value),
-            (self._accepted, (k < accepted[block]).astype(np.float64)),
-        ):
-            total *= keep
-            total += np.bincount(cell, weight, self.gamma * BINS).reshape(self.gamma, BINS)
-        evidence = float(self._tried[0].sum())
-        self._ready = evidence >= (self.warm_up / 2 if self._ready else self.warm_up)
+        self._waiting.append((signal, accepted, widths))
         self._since_refit += len(signal)
         # A step of many requests brings more blocks than make a difference: up to four steps are taken together then.
-        if self._since_refit >= max(self.refit_every, min(4 * len(signal), 4 * self.refit_every)):
+        due = self._since_refit >= max(self.refit_every, min(4 * len(signal), 4 * self.refit_every))
+        if due or not self._ready:
+            self._count()
+        if due:
             self.refit()
+
+    def _count(self) -> None:
+        """Take the blocks that wait, forgetting by every call as if it had been counted at once."""
+        ages = np.cumsum([0, *(len(signal) for signal, _, _ in reversed(self._waiting))])  # blocks behind each call
+        keep = 0.5 ** (ages / self.half_life)
+        signal, accepted, widths = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        weight = np.concatenate([np.full(len(part[0]), k) for part, k in zip(self._waiting, keep[-2::-1], strict=True)])
+        self._waiting.clear()
+        position = np.arange(self.gamma)
+        labelled = (position < np.minimum(accepted + 1, widths)[:, None]) & np.isfinite(signal)
+        value = np.where(labelled, signal, 0.0)
+        share = (np.arcsinh(value) / REACH + 1.0) / 2.0
+        cell = (position * BINS + (share * BINS).clip(0, BINS - 1).astype(np.int64)).ravel()
+        survived = labelled & (position < accepted[:, None])
+        for total, new in ((self._tried, labelled), (self._signal, value), (self._accepted, survived)):
+            total *= keep[-1]
+            total += np.bincount(cell, (new * weight[:, None]).ravel(), total.size).reshape(total.shape)
+        evidence = float(self._tried[0].sum())
+        self._ready = evidence >= (self.warm_up / 2 if self._ready else self.warm_up)
 
     def refit(self) -> None:
         """Newton steps on the counts: one fit over all positions, then every position drawn towards it.
@@ -144,6 +161,7 @@ class LogisticEstimator:
             self._tried.sum(0)[None], self._signal.sum(0)[None], self._accepted.sum(0)[None], self.prior[:, None], 1.0
         )
         self._fit = _newton(self._tried, self._signal, self._accepted, common, 8.0)
+        self.refits += 1
         self.parameters.copy_(torch.from_numpy(self._fit), non_blocking=True)
 
 
@@ -170,7 +188,9 @@ def _newton(tried: Floats, signal: Floats, accepted: Floats, prior: Floats, weig
         determinant = haa * hbb - hab * hab  # > 0: the prior makes the Hessian definite
         step_a, step_b = (hbb * grad_a - hab * grad_b) / determinant, (haa * grad_b - hab * grad_a) / determinant
         damping = np.minimum(1.0, 2.0 / np.maximum(np.abs(step_a), np.abs(step_b)).clip(min=1e-12))
-        a, b = a + damping * step_a, np.maximum(b + damping * step_b, 0.0)
+        old, (a, b) = (a, b), (a + damping * step_a, np.maximum(b + damping * step_b, 0.0))
+        if max(np.abs(a - old[0]).max(), np.abs(b - old[1]).max()) < SETTLED:
+            break
     return np.stack([a, b])
 
 
@@ -179,6 +199,7 @@ class SignalConfidence:
 
     def __init__(self, estimator: LogisticEstimator) -> None:
         self.estimator, self.gamma = estimator, estimator.gamma
+        self._warming_up = True  # as `_floor` has it
         self._floor = torch.ones((), device=estimator.parameters.device)  # 1 while warming up, else 0
 
     @property
@@ -192,7 +213,9 @@ class SignalConfidence:
         self, logits: Tensor | None, signal: Tensor | None, accepted: Tensor | Ints, widths: Tensor | Ints
     ) -> None:
         self.estimator.observe(_host(_given(signal, "signal")), _host_int(accepted), _host_int(widths))
-        self._floor.fill_(float(self.estimator.warming_up))
+        if self.estimator.warming_up != self._warming_up:
+            self._warming_up = not self._warming_up
+            self._floor.fill_(float(self._warming_up))
 
 
 class HeadConfidence:

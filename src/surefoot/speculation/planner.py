@@ -69,7 +69,7 @@ class Decision:
     predicted_ms: float | None = None
     predicted_gain: float = 0.0  # relative gain in tokens per ms over verifying everything, as the planner saw it
     stale_lag: float = 0.0  # mean age in steps of the survivals it planned with
-    widths: tuple[int, ...] | None = None  # [D] forced widths, which replace allocation
+    widths: tuple[int, ...] | None = None  # [D] forced, or ranked already by this step's survivals (None: `allocate`)
 
     @property
     def trims(self) -> bool:
@@ -94,6 +94,12 @@ class StepLoad:
     context: float = 0.0  # mean cached length, tokens
     step: int = 0  # rotates a forced pattern
     warming_up: bool = False  # the confidence source needs full windows
+    model_rows: int | None = None  # requests the drafter's model is expected to run for (None: every one in limits)
+
+    @property
+    def drafted(self) -> int:
+        """Requests whose draft costs D."""
+        return len(self.limits) if self.model_rows is None else min(self.model_rows, len(self.limits))
 
 
 class ForcedWidths:
@@ -159,9 +165,8 @@ class Planner:
         widest = self.gamma if self.max_width is None else self.max_width
         return np.minimum(np.asarray(load.limits, dtype=np.int64), widest)
 
-    def _settled(self, load: StepLoad, limits: npt.NDArray[np.int64], lag: float = 0.0) -> Decision | None:
+    def _settled(self, load: StepLoad, limits: npt.NDArray[np.int64], full: int, lag: float = 0.0) -> Decision | None:
         """The decision of a step in which there is nothing to search, or None."""
-        full = int(limits.sum())
         if self.forced is not None:
             widths = self.forced.widths(load.step, limits)
             return self._decision(load, int(widths.sum()), Reason.FORCED, full, widths=tuple(widths.tolist()))
@@ -195,28 +200,43 @@ class Planner:
             ms = float(costs[budget])
         elif self.table is not None:
             first = load.requests + load.prefill_tokens + budget
-            ms = float(self.table.step_costs(load.requests, first, 1, load.context, len(load.limits))[0])
+            ms = float(self.table.step_costs(load.requests, first, 1, load.context, load.drafted)[0])
         return Decision(budget, reason, full, tokens, ms, gain, lag, widths)
 
     def _costs(self, load: StepLoad, count: int) -> Floats:
         """Step cost in ms at K = 0 ... count - 1."""
         assert self.table is not None
         first = load.requests + load.prefill_tokens
-        return self.table.step_costs(load.requests, first, count, load.context, len(load.limits))
+        return self.table.step_costs(load.requests, first, count, load.context, load.drafted)
+
+    def _floor(self, limits: npt.NDArray[np.int64]) -> int:
+        """Mandatory positions, which every budget covers."""
+        return int(np.minimum(limits, self.min_width).sum()) if self.min_width else 0
 
     def _order(
-        self, survival: npt.NDArray[np.floating], limits: npt.NDArray[np.int64]
+        self, survival: npt.NDArray[np.floating], limits: npt.NDArray[np.int64], full: int
     ) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Survivals in the order `allocate` gives slots out, and the position-major index (position * D + request) of
         each.
 
         Mandatory positions (up to min_width) come first; positions behind a limit are left out.
         """
-        position = np.arange(self.gamma)[:, None]
-        key = np.where(position < self.min_width, 2.0, survival.T)
-        key = np.where(position < limits, key, -1.0).ravel()
-        order = np.argsort(-key, kind="stable")[: int(limits.sum())]
-        return _on_grid(survival.T.ravel()[order]), order
+        values = key = survival.T.ravel()
+        if full < len(key) or self.min_width:
+            position = np.arange(self.gamma)[:, None]
+            inside = np.where(position < limits, survival.T, -1.0)
+            key = np.where(position < np.minimum(limits, self.min_width), 2.0, inside).ravel()
+        order = np.argsort(-key, kind="stable")[:full]
+        return _on_grid(values[order]), order
+
+    def _ranked(
+        self, load: StepLoad, budget: int, order: npt.NDArray[np.int64], expected: Floats, costs: Floats
+    ) -> Decision:
+        """The decision for the first `budget` positions of `order`, which are what `allocate` would choose."""
+        full, count = len(order), len(load.limits)
+        reason = Reason.PLANNED if budget < full else Reason.FULL
+        widths = tuple(np.bincount(order[:budget] % count, minlength=count).tolist())
+        return self._decision(load, budget, reason, full, tokens=float(expected[budget]), costs=costs, widths=widths)
 
 
 def _sums(gains: Floats) -> Floats:
@@ -267,10 +287,10 @@ class StalePlanner(Planner):
                 "CausalPlanner or StoppingPlanner)"
             )
         limits = self.limits_of(load)
-        settled = self._settled(load, limits, published.lag)
+        full = int(limits.sum())
+        settled = self._settled(load, limits, full, published.lag)
         if settled is not None:
             return settled
-        full = int(limits.sum())
         costs = self._costs(load, full + 1)
         if len(limits) == load.requests == 1:
             tokens, best, gain = self._search_one(published, full, costs)
@@ -294,14 +314,14 @@ class StalePlanner(Planner):
             survival = survival + len(limits) ** -0.5 * (published.forecast - survival)
         floor = 0
         if self.min_width:
-            ordered, floor = self._order(survival, limits)[0], int(np.minimum(limits, self.min_width).sum())
+            ordered, floor = self._order(survival, limits, len(costs) - 1)[0], self._floor(limits)
         else:
-            whole = int(limits.min()) == self.gamma
+            whole = len(costs) > survival.size
             inside = survival.ravel() if whole else survival[np.arange(self.gamma) < limits[:, None]]
             ordered = _on_grid(np.sort(inside)[::-1])
         expected = requests + _sums(ordered)
         rate = expected / costs
-        best = floor + int(np.argmax(rate[floor:]))  # the first maximum: ties keep the smaller K
+        best = floor + int(rate[floor:].argmax())  # the first maximum: ties keep the smaller K
         return expected, best, float(rate[best] / rate[-1] - 1.0)
 
     def _search_one(
@@ -339,11 +359,12 @@ class CausalPlanner(Planner):
     def decide(self, current: Tensor | npt.NDArray[np.floating], load: StepLoad) -> Decision:
         """Choose the budget from the survivals of this step's blocks ([D, gamma], on the host)."""
         limits = self.limits_of(load)
-        settled = self._settled(load, limits)
+        full = int(limits.sum())
+        settled = self._settled(load, limits, full)
         if settled is not None:
             return settled
-        ordered, _ = self._order(np.asarray(current), limits)
-        floor, full = int(np.minimum(limits, self.min_width).sum()), int(limits.sum())
+        ordered, order = self._order(np.asarray(current), limits, full)
+        floor = self._floor(limits)
         costs = self._costs(load, full + 1)
         expected = load.requests + _sums(ordered)
         rate = expected / (self._smoothed(costs) if self.smooth else costs)
@@ -351,8 +372,7 @@ class CausalPlanner(Planner):
         budget = floor + int(worse[0]) if worse.size else full
         if self.smooth:
             budget = int(np.searchsorted(costs, costs[budget], side="right")) - 1
-        reason = Reason.PLANNED if budget < full else Reason.FULL
-        return self._decision(load, budget, reason, full, tokens=float(expected[budget]), costs=costs)
+        return self._ranked(load, budget, order, expected, costs)
 
     def _smoothed(self, costs: Floats) -> Floats:
         if not np.array_equal(self._hull[0], costs):
@@ -397,6 +417,7 @@ class StoppingPlanner(Planner):
         self.model = ContinuationModel(self.gamma)
         self.prices = PriceOfTime()
         self._priced_in = self.table
+        self._ahead = np.where(np.tri(self.gamma, k=-1), -1.0, 1.0)  # [head, position]: -1 in front of the head
 
     def decide(self, current: Tensor | npt.NDArray[np.floating], load: StepLoad) -> Decision:
         """Choose the budget from the survivals of this step's blocks ([D, gamma], on the host), then learn from them."""
@@ -404,24 +425,27 @@ class StoppingPlanner(Planner):
         survival = np.asarray(current)
         if self.table is not self._priced_in:  # drift has rescaled the table: old prices are in old milliseconds
             self.prices, self._priced_in = PriceOfTime(), self.table
-        settled = self._settled(load, limits)
-        decision = settled if settled is not None else self._search(survival, load, limits)
+        full = int(limits.sum())
+        decision = self._settled(load, limits, full) or self._search(survival, load, limits, full)
         self.model.observe(survival, limits)  # after the decision: nothing of this step informs its own continuation
         if decision.expected_tokens is not None and decision.predicted_ms:
             self.prices.observe(load.requests, decision.expected_tokens, decision.predicted_ms)
         return decision
 
-    def _search(self, survival: npt.NDArray[np.floating], load: StepLoad, limits: npt.NDArray[np.int64]) -> Decision:
-        ordered, order = self._order(survival, limits)
-        full = int(limits.sum())
+    def _search(
+        self, survival: npt.NDArray[np.floating], load: StepLoad, limits: npt.NDArray[np.int64], full: int
+    ) -> Decision:
+        ordered, order = self._order(survival, limits, full)
         costs = self._costs(load, full + 1)
         price = self.prices.price(load.requests)
         expected = load.requests + _sums(ordered)
-        admitted = int(np.minimum(limits, self.min_width).sum())
-        rises = np.flatnonzero(np.diff(costs) > 0)  # the last K of every shelf: what is left of a shelf is free
+        admitted = self._floor(limits)
+        rises = np.flatnonzero(costs[1:] > costs[:-1])  # the last K of every shelf: what is left of a shelf is free
         owner, few = order % len(limits), len(limits) <= FEW
+        start = np.arange(len(limits)) * (self.gamma + 1)
+        ahead_of: Floats | None = None  # once somebody wants to know
         while admitted < full:
-            shelf = int(np.searchsorted(rises, admitted))
+            shelf = int(rises.searchsorted(admitted))
             end = int(rises[shelf]) if shelf < len(rises) else full
             if end > admitted:
                 admitted = end  # whatever stands on it: to look before would be to look ahead
@@ -432,28 +456,34 @@ class StoppingPlanner(Planner):
                 if head * now > stop * then if price is None else head - stop > price * (then - now):
                     admitted += 1
                     continue
-            further = self._further(survival, limits, np.bincount(owner[:admitted], minlength=len(limits)))
-            ahead, go = expected[admitted] + np.cumsum(further), costs[admitted + 1 :]
+            if ahead_of is None:
+                ahead_of = self._gains(survival, limits)
+            widths = np.bincount(owner[:admitted], minlength=len(limits))
+            gains = ahead_of[start + widths].ravel()
+            gains.sort()
+            ahead, go = stop + gains[: admitted - full - 1 : -1].cumsum(), costs[admitted + 1 :]
             worth = ahead / go - stop / now if price is None else (ahead - stop) - price * (go - now)
-            best = int(np.argmax(worth))
+            best = int(worth.argmax())
             if worth[best] <= 0:
                 break
             # A few requests: look again at once, every head can change the plan. Many: half-way is soon enough, since what
             # their heads reveal is on average what was expected.
             admitted += 1 if few else 1 + best // 2
-        reason = Reason.PLANNED if admitted < full else Reason.FULL
-        return self._decision(load, admitted, reason, full, tokens=float(expected[admitted]), costs=costs)
+        return self._ranked(load, admitted, order, expected, costs)
 
-    def _further(
-        self, survival: npt.NDArray[np.floating], limits: npt.NDArray[np.int64], widths: npt.NDArray[np.int64]
-    ) -> Floats:
-        """Expected gains of the positions not admitted, best first: heads as they are, the rest by the model."""
-        head = np.minimum(widths, self.gamma - 1)
-        expected = self.model.expect(head, survival[np.arange(len(limits)), head])
-        position = np.arange(self.gamma)
-        gains = expected[(position >= widths[:, None]) & (position < limits[:, None])]
-        gains.sort()
-        return gains[::-1]
+    def _gains(self, survival: npt.NDArray[np.floating], limits: npt.NDArray[np.int64]) -> Floats:
+        """Expected gains of a request's positions, for every width it may have been admitted: [D * (gamma + 1), gamma].
+
+        The head is taken as it is, what lies behind it by the model; -1 in front of the head and behind the limit.
+        """
+        heads = np.arange(survival.size) % self.gamma
+        expected = self.model.expect(heads, survival.ravel())
+        gains = np.full((len(limits), self.gamma + 1, self.gamma), -1.0)
+        np.minimum(expected.reshape(-1, self.gamma, self.gamma), self._ahead, out=gains[:, :-1])
+        if limits.min() < self.gamma:
+            inside = np.arange(self.gamma) < limits[:, None]
+            np.minimum(gains, np.where(inside, 1.0, -1.0)[:, None], out=gains)
+        return gains.reshape(-1, self.gamma)
 
 
 class PriceOfTime:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from surefoot.errors import SurefootError
 from surefoot.speculation.breaker import BreakerState
 from surefoot.speculation.planner import Reason
+
+Floats = npt.NDArray[np.floating]
+Ints = npt.NDArray[np.int64]
 
 
 class InactiveError(SurefootError, AssertionError):
@@ -30,27 +36,39 @@ class RequestStatistics:
     widths: Counter[int] = field(default_factory=Counter)  # width -> steps
     trimmed: int = 0  # blocks verified narrower than drafted, at least one token wide
     regretted: int = 0  # of these, accepted to their end: the trim certainly cost tokens
+    sources: Counter[str] = field(default_factory=Counter)  # who drafted -> steps, of a drafter with several sources
 
-    def record(self, drafted: int, width: int, accepted: int, emitted: int | None = None) -> None:
-        """Take one step of one request.
+    def record(
+        self,
+        drafted: int,
+        width: int,
+        accepted: int,
+        emitted: int | None = None,
+        source: str | None = None,
+        times: int = 1,
+    ) -> None:
+        """Take one step of one request, or `times` steps that were alike.
 
         Args:
             drafted: tokens proposed.
             width: of these, verified.
             accepted: of these, accepted.
             emitted: tokens delivered (None: accepted + 1; fewer where a stop fell inside the block).
+            source: who proposed them, of a drafter with several sources.
         """
-        self.steps += 1
-        self.drafted += drafted
-        self.verified += width
-        self.accepted += accepted
-        self.emitted += accepted + 1 if emitted is None else emitted
-        self.widths[width] += 1
-        _count_prefix(self.verified_by_position, width)
-        _count_prefix(self.accepted_by_position, accepted)
+        self.steps += times
+        if source is not None:
+            self.sources[source] += times
+        self.drafted += drafted * times
+        self.verified += width * times
+        self.accepted += accepted * times
+        self.emitted += (accepted + 1 if emitted is None else emitted) * times
+        self.widths[width] += times
+        _count_prefix(self.verified_by_position, width, times)
+        _count_prefix(self.accepted_by_position, accepted, times)
         if 0 < width < drafted:  # an empty window proves nothing about the trim
-            self.trimmed += 1
-            self.regretted += accepted == width
+            self.trimmed += times
+            self.regretted += times * (accepted == width)
 
     def merge(self, other: RequestStatistics) -> None:
         """Add the counts of another request or process."""
@@ -59,6 +77,7 @@ class RequestStatistics:
         for name in ("verified_by_position", "accepted_by_position"):
             setattr(self, name, _sum_lists(getattr(self, name), getattr(other, name)))
         self.widths.update(other.widths)
+        self.sources.update(other.sources)
 
     @property
     def acceptance_rate(self) -> float:
@@ -83,21 +102,23 @@ class RequestStatistics:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; `from_dict` reads it back."""
         data = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {**data, "widths": {str(width): steps for width, steps in sorted(self.widths.items())}}
+        widths = {str(width): steps for width, steps in sorted(self.widths.items())}
+        return {**data, "widths": widths, "sources": dict(sorted(self.sources.items()))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RequestStatistics:
-        return cls(**{**data, "widths": Counter({int(width): steps for width, steps in data["widths"].items()})})
+        widths = Counter({int(width): steps for width, steps in data["widths"].items()})
+        return cls(**{**data, "widths": widths, "sources": Counter(data.get("sources", {}))})
 
 
-@dataclass
-class BlockRecord:
+class BlockRecord(NamedTuple):
     """One request in one step."""
 
     drafted: int
     width: int
     accepted: int
     emitted: int | None = None
+    source: str | None = None
 
 
 @dataclass
@@ -136,13 +157,22 @@ class Statistics:
     survived_sum: list[float] = field(default_factory=list)  # ... and of what came true, where it is known
     labelled: list[int] = field(default_factory=list)  # [gamma] blocks in the two sums above
     rescales: int = 0  # times drift changed the cost table
+    # Of a drafter with several sources: blocks and confidences of each, kept apart from the others'.
+    by_source: dict[str, Statistics] = field(default_factory=dict)
 
-    def record(self, step: StepRecord) -> None:
-        """Take one step."""
+    def record(self, *steps: StepRecord) -> None:
+        """Take steps. Many at once cost little more than one: their blocks are counted before they are added up."""
+        for block, times in Counter(block for step in steps for block in step.blocks).items():
+            self.blocks.record(*block, times=times)
+        for step in steps:
+            self._record(step)
+
+    def _record(self, step: StepRecord) -> None:
         self.steps += 1
         self.reasons[step.reason.value] += 1
-        for block in step.blocks:
-            self.blocks.record(block.drafted, block.width, block.accepted, block.emitted)
+        for source in {block.source for block in step.blocks} - {None}:
+            blocks = [block._replace(source=None) for block in step.blocks if block.source == source]
+            self._of(source).record(StepRecord(blocks, step.reason))
         if step.reason in (Reason.PLANNED, Reason.FULL, Reason.SMALL_GAIN):
             self.stale_lag += step.stale_lag
             self.planned_steps += 1
@@ -157,19 +187,26 @@ class Statistics:
         for state, count in step.breakers.items():
             self.breaker_states[state.value] += count
 
-    def record_confidence(self, survival: Sequence[float], width: int, accepted: int) -> None:
-        """Take the predicted survival of one block ([gamma]) and what became of it.
+    def _of(self, source: str | None) -> Statistics:
+        assert source is not None
+        return self.by_source.setdefault(source, Statistics())
+
+    def record_confidence(
+        self, survival: Floats, widths: Ints, accepted: Ints, sources: Sequence[str | None] | None = None
+    ) -> None:
+        """Take the predicted survivals of N blocks ([N, gamma]), and their [N] widths and accepted lengths.
 
         A position counts where its fate is known: inside the window, or behind a rejection.
         """
-        known = len(survival) if accepted < width else width
-        for name in ("confidence_sum", "survived_sum", "labelled"):
-            values = getattr(self, name)
-            values.extend([0] * (known - len(values)))
-        for k in range(known):
-            self.confidence_sum[k] += float(survival[k])
-            self.survived_sum[k] += k < accepted
-            self.labelled[k] += 1
+        for source in {*(sources or ())} - {None}:
+            own = np.array([name == source for name in sources or ()])
+            self._of(source).record_confidence(survival[own], widths[own], accepted[own])
+        position = np.arange(survival.shape[1])
+        known = (position < widths[:, None]) | (accepted < widths)[:, None]
+        survived = known & (position < accepted[:, None])
+        self.confidence_sum = _sum_lists(self.confidence_sum, (survival * known).sum(0, dtype=np.float64).tolist())
+        self.survived_sum = _sum_lists(self.survived_sum, survived.sum(0).tolist())
+        self.labelled = _sum_lists(self.labelled, known.sum(0).tolist())
 
     def merge(self, other: Statistics) -> None:
         """Add the totals of another process."""
@@ -179,6 +216,9 @@ class Statistics:
                 mine.merge(theirs)
             elif isinstance(mine, Counter):
                 mine.update(theirs)
+            elif isinstance(mine, dict):
+                for source, statistics in theirs.items():
+                    self._of(source).merge(statistics)
             elif isinstance(mine, list):
                 setattr(self, entry.name, _sum_lists(mine, theirs))
             else:
@@ -202,6 +242,7 @@ class Statistics:
             blocks=self.blocks.to_dict(),
             reasons=dict(sorted(self.reasons.items())),
             breaker_states=dict(sorted(self.breaker_states.items())),
+            by_source={source: statistics.to_dict() for source, statistics in sorted(self.by_source.items())},
         )
         data["derived"] = {
             "acceptance_rate": self.blocks.acceptance_rate,
@@ -219,7 +260,8 @@ class Statistics:
         values["blocks"] = RequestStatistics.from_dict(values["blocks"])
         for name in ("reasons", "breaker_states"):
             values[name] = Counter(values[name])
-        return cls(**values)
+        by_source = values.pop("by_source", {})
+        return cls(**values, by_source={source: cls.from_dict(part) for source, part in by_source.items()})
 
     def assert_active(self, *, trimming: bool = False, graphs: bool = False, min_steps: int = 1) -> None:
         """Fail a run in which speculation did nothing.
@@ -254,10 +296,11 @@ class Statistics:
             raise InactiveError("speculation was not active: " + "; ".join(problems))
 
 
-def _count_prefix(counts: list[int], length: int) -> None:
-    counts.extend([0] * (length - len(counts)))
+def _count_prefix(counts: list[int], length: int, times: int) -> None:
+    if length > len(counts):
+        counts.extend([0] * (length - len(counts)))
     for k in range(length):
-        counts[k] += 1
+        counts[k] += times
 
 
 def _sum_lists(mine: list[Any], theirs: list[Any]) -> list[Any]:

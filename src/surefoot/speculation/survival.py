@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Ints = npt.NDArray[np.int64]
 _SEAL = object()  # known to this module alone
 
 
@@ -54,7 +55,7 @@ class PublishedSurvival:
     values: npt.NDArray[np.float32]
     forecast: npt.NDArray[np.float32]
     cold: npt.NDArray[np.bool_]
-    age: npt.NDArray[np.int64]
+    age: Ints
     lag: float  # mean age of the survivals that are not neutral; 0 if all are
     seal: InitVar[object] = None
 
@@ -71,9 +72,9 @@ class PublishedSurvival:
 @dataclass(frozen=True)
 class _Publication:
     step: int
-    slots: npt.NDArray[np.int64]  # [R]
-    epochs: npt.NDArray[np.int64]  # [R]
-    values: Tensor  # [R, gamma] float32 on the host, valid once `event` has passed
+    slots: Ints  # [R]
+    epochs: Ints  # [R]
+    values: npt.NDArray[np.float32]  # [R, gamma], valid once `event` has passed
     event: torch.Event | None
 
 
@@ -94,6 +95,8 @@ class ConfidenceBoard:
         self._persistence = _Persistence(gamma)
         self._pending: deque[_Publication] = deque()
         self._last_step: int | None = None
+        self._seats: list[Seat] = []  # whose columns these are
+        self._columns = np.zeros((2, 0), dtype=np.int64)
 
     def open(self, slot: int) -> Seat:
         """Begin a request in `slot`: its survivals are neutral (all ones) whatever stood there before."""
@@ -118,39 +121,46 @@ class ConfidenceBoard:
         if self._last_step is not None and step < self._last_step:
             raise ValueError(f"step {step} was published after step {self._last_step}")
         self._last_step = step
-        slots, epochs = _columns(seats)
         event = None
-        if isinstance(survival, np.ndarray):
-            host = torch.from_numpy(survival.astype(np.float32, copy=True))
-        elif survival.device.type == "cpu":
-            host = survival.detach().to(torch.float32, copy=True)
+        if isinstance(survival, np.ndarray) or survival.device.type == "cpu":
+            values = np.array(survival, dtype=np.float32)  # a copy: the step's buffer lives on
         else:
             host = torch.empty(survival.shape, dtype=torch.float32, pin_memory=True)
             host.copy_(survival.detach(), non_blocking=True)
             event = torch.Event(survival.device)
             event.record()
-        self._pending.append(_Publication(step, slots, epochs, host, event))
+            values = host.numpy()
+        slots, epochs = self._columns_of(seats)
+        self._pending.append(_Publication(step, slots, epochs, values, event))
 
     def read(self, step: int, seats: Sequence[Seat]) -> PublishedSurvival:
         """The newest survivals of each seat that were published before `step`; ones where the seat's request has none."""
         while self._pending and self._pending[0].step < step:
             self._fold(self._pending.popleft())
-        slots, epochs = _columns(seats)
+        slots, epochs = self._columns_of(seats)
         cold = self._owner[slots] != epochs
         values = self._values[slots]
         forecast = self._persistence.forecast(values)
         age = step - self._step[slots]
         if cold.any():
             values[cold], forecast[cold], age[cold] = 1.0, 1.0, 0
-        warm = len(age) - int(cold.sum())
+        warm = len(age) - np.count_nonzero(cold)
         return PublishedSurvival(values, forecast, cold, age, int(age.sum()) / warm if warm else 0.0, _SEAL)
+
+    def _columns_of(self, seats: Sequence[Seat]) -> Ints:
+        """[2, R] slots and epochs. Mostly they are those of the call before."""
+        if self._seats != seats:
+            self._seats = list(seats)
+            self._columns = np.array(self._seats, dtype=np.int64).reshape(-1, 2).T.copy()
+        return self._columns
 
     def _fold(self, publication: _Publication) -> None:
         if publication.event is not None:
             publication.event.synchronize()
-        alive = publication.epochs == self._epoch[publication.slots]  # the others' slots have a new owner
-        slots, epochs = publication.slots[alive], publication.epochs[alive]
-        values = publication.values.numpy()[alive]
+        slots, epochs, values = publication.slots, publication.epochs, publication.values
+        alive = self._epoch[slots] == epochs  # the others' slots have a new owner
+        if not alive.all():
+            slots, epochs, values = slots[alive], epochs[alive], values[alive]
         again = self._owner[slots] == epochs
         self._persistence.observe(self._values[slots[again]], values[again])
         self._values[slots] = values
@@ -164,18 +174,21 @@ class _Persistence:
     def __init__(self, gamma: int, memory: int = 2048, batch: int = 64) -> None:
         self.memory, self.batch = memory, batch
         self._waiting: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
+        self._count = 0  # rows in them
         self._sums = np.zeros((5, gamma))  # of 1, before, after, before^2, before * after
         self._slope, self._offset = np.ones(gamma, np.float32), np.zeros(gamma, np.float32)
 
     def observe(self, before: npt.NDArray[np.float32], after: npt.NDArray[np.float32]) -> None:
         """Take pairs of consecutive publications of the same requests, [N, gamma] each; they count `batch` at a time."""
         self._waiting.append((before, after))
-        if sum(len(rows) for rows, _ in self._waiting) < self.batch:
+        self._count += len(before)
+        if self._count < self.batch:
             return
         x, y = (np.concatenate(rows).astype(np.float64) for rows in zip(*self._waiting, strict=True))
         self._waiting.clear()
+        self._count = 0
         self._sums *= 0.5 ** (len(x) / self.memory)
-        self._sums += np.stack([np.ones_like(x), x, y, x * x, x * y]).sum(1)
+        self._sums += (np.full(x.shape[1], len(x)), x.sum(0), y.sum(0), (x * x).sum(0), (x * y).sum(0))
         count, sum_x, sum_y, sum_xx, sum_xy = self._sums
         variance = sum_xx - sum_x * sum_x / count
         covariance = sum_xy - sum_x * sum_y / count
@@ -186,7 +199,3 @@ class _Persistence:
     def forecast(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """[N, gamma] expected next survivals, non-increasing along gamma like the real ones."""
         return np.minimum.accumulate((self._offset + self._slope * values).clip(0.0, 1.0), axis=1)
-
-
-def _columns(seats: Sequence[Seat]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    return np.array([slot for slot, _ in seats], np.int64), np.array([epoch for _, epoch in seats], np.int64)

@@ -1,10 +1,11 @@
-"""Decoder-layer modules with their small operations fused, for the CPU. Put in place by `optimise`.
+"""Decoder-layer modules with their small operations and parallel products fused. Put in place by `optimise`.
 
 Each is built from the transformers module it replaces and computes what that module computes, on flat rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from torch import Tensor, nn
 
 from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm, rotary
 from surefoot.kernels.linear import PackedLinear, Quantization
+from surefoot.kernels.row_linear import RowLinear
 from surefoot.targets.attention import STEP_ARGUMENT, FlatCache
+
+
+def fused_product(linears: Sequence[nn.Linear], quantize: Quantization | None = None) -> PackedLinear | RowLinear:
+    """One product for layers of the same input, whose rows do not depend on one another's number."""
+    if linears[0].weight.device.type == "cpu":
+        return PackedLinear.from_linears(linears, quantize)
+    return RowLinear.from_linear(linears[0]) if len(linears) == 1 else RowLinear.from_linears(linears)
 
 
 class FusedAttention(nn.Module):
@@ -23,8 +32,8 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.layer_idx, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
         self.sliding_window = getattr(attention, "sliding_window", None)
-        self.qkv_proj = PackedLinear.from_linears([attention.q_proj, attention.k_proj, attention.v_proj], quantize)
-        self.o_proj = PackedLinear.from_linear(attention.o_proj, quantize)
+        self.qkv_proj = fused_product([attention.q_proj, attention.k_proj, attention.v_proj], quantize)
+        self.o_proj = fused_product([attention.o_proj], quantize)
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
 
     def forward(
@@ -57,8 +66,8 @@ class FusedFeedForward(nn.Module):
     def __init__(self, feed_forward: Any, activation: Activation, quantize: Quantization | None) -> None:
         super().__init__()
         self.activation: Activation = activation
-        self.gate_up_proj = PackedLinear.from_linears([feed_forward.gate_proj, feed_forward.up_proj], quantize)
-        self.down_proj = PackedLinear.from_linear(feed_forward.down_proj, quantize)
+        self.gate_up_proj = fused_product([feed_forward.gate_proj, feed_forward.up_proj], quantize)
+        self.down_proj = fused_product([feed_forward.down_proj], quantize)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gated_activation(self.gate_up_proj(x), self.activation))

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from surefoot.errors import ConfigurationError
-from surefoot.kernels import native
+from surefoot.kernels import native, row_linear, triton_support
 from surefoot.kernels.linear import PackedLinear, Quantization
-from surefoot.targets.fused import FusedAttention, FusedFeedForward, FusedNorm, activation_of
+from surefoot.targets.fused import FusedAttention, FusedFeedForward, FusedNorm, activation_of, fused_product
 
 # The families whose attention is "project, maybe normalise per head, rotate by halves, attend, project".
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3")
@@ -64,7 +64,7 @@ def _pack_projections(model: Any, quantize: Quantization | None) -> bool:
     """Attention and feed-forward projections that were not fused become thin products over packed weights."""
     found = [item for item in _children(model) if item[1] in _PROJECTIONS and type(item[2]) is nn.Linear]
     for parent, name, linear in found:
-        setattr(parent, name, PackedLinear.from_linear(linear, quantize))
+        setattr(parent, name, fused_product([linear], quantize))
     return bool(found)
 
 
@@ -80,7 +80,7 @@ def _pack_head(model: Any, quantize: Quantization | None) -> bool:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return False
-    model.set_output_embeddings(PackedLinear.from_linear(head, quantize))
+    model.set_output_embeddings(fused_product([head], quantize))
     return True
 
 
@@ -93,13 +93,15 @@ STEPS: dict[str, Callable[[Any, Quantization | None], bool]] = {
     "packed-head": _pack_head,
 }
 DEFAULT = tuple(STEPS)
+_CPU_ONLY = ("unmapped-rest",)
 
 
 def optimise(model: Any, *, steps: Collection[str] = DEFAULT, quantize: Quantization | None = None) -> list[str]:
     """Apply the steps to a transformers model, in place.
 
     Args:
-        model: a causal LM on the CPU; on another device, or without native kernels, nothing is changed.
+        model: a causal LM on the CPU, or in 16 bits on CUDA, where products and norms become Triton's (`RowLinear`);
+            without native kernels or Triton, nothing is changed.
         steps: names from `STEPS`; they run in the order of `STEPS`.
         quantize: "int8" stores packed weights as int8 (exact with respect to the quantised weights from then on).
 
@@ -111,14 +113,17 @@ def optimise(model: Any, *, steps: Collection[str] = DEFAULT, quantize: Quantiza
     """
     if unknown := sorted(set(steps) - set(STEPS)):
         raise ConfigurationError(f"optimisation step '{unknown[0]}': allowed are {', '.join(STEPS)}")
-    if model.device.type != "cpu" or not native.available():
+    if model.device.type == "cuda":
+        fits = quantize is None and model.dtype in row_linear.DTYPES and triton_support.works()
+        steps = set(steps) - set(_CPU_ONLY) if fits else ()
+    elif model.device.type != "cpu" or not native.available():
         return []
     return [name for name, step in STEPS.items() if name in steps and step(model, quantize)]
 
 
 def optimise_drafter(model: nn.Module) -> bool:
     """Pack every linear layer of a drafter on the CPU; its borrowed embedding and head belong to the target."""
-    if not native.available() or any(parameter.device.type != "cpu" for parameter in model.parameters()):
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()) or not native.available():
         return False
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     for parent, name, child in found:

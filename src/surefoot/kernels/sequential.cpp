@@ -1,0 +1,264 @@
+// The sequential half of a draft pass: the tokens of a block, drawn left to right, in one call.
+//
+// Position k adds to the block's base logits a correction that depends on the token before it, draws x_k, and goes on.
+// Products, softmax and draws are the operators of native.cpp, called from here: what is computed is bit for bit what the
+// same steps give from Python, and a row's results depend on that row alone. What is saved is a dozen trips through
+// Python and torch at every position, and passes over the logits.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/BFloat16.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+using at::Tensor;
+using c10::BFloat16;
+using c10::optional;
+
+namespace {
+
+constexpr int WIDE = 16;  // entries handled at once; the compiler makes vectors of them
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+template <class Signature>
+auto operation(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// f(row) for every row, on as many threads as torch uses; small work stays on the calling thread.
+template <class F>
+void each_row(int64_t rows, int64_t work, F f) {
+  const int threads = work < 32768 ? 1 : (int)std::min<int64_t>(at::get_num_threads(), std::max<int64_t>(rows, 1));
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < rows; ++row) f(row);
+}
+
+inline float greater(float a, float b) { return a > b ? a : b; }
+inline float lesser(float a, float b) { return a > b ? b : a; }
+
+struct Top {
+  int64_t index;  // the first largest entry
+  float margin;   // the largest minus the second largest
+};
+
+// to = base + bias, and its two largest entries. `bias` null: base alone.
+template <class A, class B>
+Top corrected(const A* base, const B* bias, float* to, int64_t size) {
+  float best[WIDE], second[WIDE];
+  std::fill_n(best, WIDE, NONE), std::fill_n(second, WIDE, NONE);
+  const auto take = [&](int64_t i, int lane) {
+    const float v = bias ? (float)base[i] + (float)bias[i] : (float)base[i];
+    to[i] = v;
+    second[lane] = greater(second[lane], lesser(best[lane], v));
+    best[lane] = greater(best[lane], v);
+  };
+  int64_t i = 0;
+  for (; i + WIDE <= size; i += WIDE)
+    for (int lane = 0; lane < WIDE; ++lane) take(i + lane, lane);
+  for (; i < size; ++i) take(i, 0);
+  float first = best[0], next = second[0];
+  for (int lane = 1; lane < WIDE; ++lane) {
+    next = greater(greater(next, second[lane]), lesser(first, best[lane]));
+    first = greater(first, best[lane]);
+  }
+  const int64_t index = std::find(to, to + size, first) - to;
+  return {index < size ? index : 0, first - next};
+}
+
+template <class F>
+void with_floating(const Tensor& t, F f) {
+  if (t.scalar_type() == at::kBFloat16)
+    f((const BFloat16*)t.const_data_ptr());
+  else if (t.scalar_type() == at::kFloat)
+    f((const float*)t.const_data_ptr());
+  else
+    TORCH_CHECK(false, "draft_block takes bfloat16 or float32, got ", t.scalar_type());
+}
+
+// Draws a block of G tokens for R requests.
+//   base [R, G, V]: logits before the correction. anchors [R]: target ids in front of the block.
+//   table [V_target, r], packed: the sequential head's W1, and W2 as pack() made it with its scale; or neither.
+//   vocabulary [V]: target id of every draft id, or none for the identity.
+//   temperature [R], uniforms [R, G]: for draws; without them the largest logit is taken.
+// Returns draft ids [R, G], margins [R, G] of the two largest corrected logits, and the distributions [R, G, V] that were
+// drawn from ([0] without draws).
+std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor& anchors, const optional<Tensor>& table_,
+                                               const optional<Tensor>& packed, const optional<Tensor>& scale,
+                                               const optional<Tensor>& vocabulary_, const optional<Tensor>& temperature,
+                                               const optional<Tensor>& uniforms, const optional<Tensor>& top_k,
+                                               const optional<Tensor>& top_p, const optional<Tensor>& min_p) {
+  static const auto linear = operation<Tensor(const Tensor&, const Tensor&, int64_t, const optional<Tensor>&,
+                                              const optional<Tensor>&)>("surefoot::linear");
+  static const auto softmax = operation<Tensor(const Tensor&, const Tensor&)>("surefoot::softmax_rows");
+  static const auto filter = operation<void(Tensor&, const optional<Tensor>&, const optional<Tensor>&,
+                                            const optional<Tensor>&)>("surefoot::filter_rows_");
+  static const auto sample = operation<Tensor(const Tensor&, const Tensor&)>("surefoot::sample_rows");
+  TORCH_CHECK(base_.dim() == 3 && anchors.numel() == base_.size(0) && anchors.scalar_type() == at::kLong,
+              "base is [R, G, V], anchors int64 [R]");
+  TORCH_CHECK(table_.has_value() == packed.has_value() && temperature.has_value() == uniforms.has_value(),
+              "the sequential head's two tables, and temperature and uniforms, come together");
+  const Tensor base = base_.contiguous(), table = table_ ? table_->contiguous() : Tensor();
+  const Tensor vocabulary = vocabulary_ ? vocabulary_->contiguous() : Tensor();
+  const int64_t rows = base.size(0), length = base.size(1), size = base.size(2);
+  TORCH_CHECK(!vocabulary_ || (vocabulary.numel() == size && vocabulary.scalar_type() == at::kLong),
+              "vocabulary is int64 [", size, "]");
+  const bool drawn = temperature.has_value(), filtered = top_k || top_p || min_p;
+  const auto floats = base.options().dtype(at::kFloat), ints = anchors.options();
+  Tensor ids = at::empty({rows, length}, ints), margins = at::empty({rows, length}, floats);
+  Tensor probs = drawn ? at::empty({rows, length, size}, floats) : at::empty({0}, floats);
+  Tensor logits = at::empty({rows, size}, floats), previous = anchors.contiguous().clone();
+  int64_t* before = previous.mutable_data_ptr<int64_t>();
+
+  for (int64_t k = 0; k < length; ++k) {
+    Tensor bias;
+    if (table_) {
+      const int64_t rank = table.size(1), bytes = rank * table.element_size();
+      Tensor latent = at::empty({rows, rank}, table.options());
+      for (int64_t r = 0; r < rows; ++r) {
+        TORCH_CHECK(before[r] >= 0 && before[r] < table.size(0), "token ", before[r], " is outside the table");
+        std::memcpy((char*)latent.mutable_data_ptr() + r * bytes, (const char*)table.const_data_ptr() + before[r] * bytes, bytes);
+      }
+      bias = linear.call(latent, *packed, size, scale, optional<Tensor>());
+    }
+    int64_t* id = ids.mutable_data_ptr<int64_t>();
+    float *margin = margins.mutable_data_ptr<float>(), *to = logits.mutable_data_ptr<float>();
+    with_floating(base, [&](auto* from) {
+      with_floating(bias.defined() ? bias : base, [&](auto* add) {
+        each_row(rows, rows * size, [&](int64_t r) {
+          const Top top = corrected(from + (r * length + k) * size, bias.defined() ? add + r * size : nullptr, to + r * size, size);
+          id[r * length + k] = top.index;
+          margin[r * length + k] = top.margin;
+        });
+      });
+    });
+    if (drawn) {
+      Tensor q = softmax.call(logits, *temperature);
+      if (filtered) filter.call(q, top_k, top_p, min_p);
+      probs.select(1, k).copy_(q);
+      ids.select(1, k).copy_(sample.call(q, uniforms->select(1, k)));
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      before[r] = vocabulary_ ? vocabulary.const_data_ptr<int64_t>()[id[r * length + k]] : id[r * length + k];
+  }
+  return {ids, margins, probs};
+}
+
+// ------------------------------------------------------------------------------------------------ top-k, top-p, min-p
+
+double total(const float* p, int64_t size) {
+  float lanes[WIDE] = {};
+  int64_t i = 0;
+  for (; i + WIDE <= size; i += WIDE)
+    for (int lane = 0; lane < WIDE; ++lane) lanes[lane] += p[i + lane];
+  for (; i < size; ++i) lanes[0] += p[i];
+  double sum = 0;
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
+// Forgets what is below `threshold` and gives its mass to the rest.
+void keep_from(float threshold, float* p, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) p[i] = p[i] >= threshold ? p[i] : 0.f;
+  const float scale = (float)(1 / total(p, size));
+  for (int64_t i = 0; i < size; ++i) p[i] *= scale;
+}
+
+// The entries that are at least `least`.
+std::vector<float> candidates(const float* p, int64_t size, float least) {
+  std::vector<float> found;
+  int64_t i = 0;
+  for (; i + WIDE <= size; i += WIDE) {
+    int any = 0;
+    for (int lane = 0; lane < WIDE; ++lane) any |= p[i + lane] >= least;
+    for (int lane = 0; any && lane < WIDE; ++lane)
+      if (p[i + lane] >= least) found.push_back(p[i + lane]);
+  }
+  for (; i < size; ++i)
+    if (p[i] >= least) found.push_back(p[i]);
+  return found;
+}
+
+// The k-th largest entry. The k-th largest of the maxima of disjoint runs cannot be larger: what is below it is left out.
+float kth_largest(const float* p, int64_t size, int64_t k) {
+  if (k >= size) return 0;
+  const int64_t run = 64, runs = size / run;
+  float least = 0;
+  if (k <= runs) {
+    std::vector<float> maxima(runs);
+    for (int64_t r = 0; r < runs; ++r) {
+      float lanes[WIDE] = {};
+      for (int64_t i = r * run; i < (r + 1) * run; i += WIDE)
+        for (int lane = 0; lane < WIDE; ++lane) lanes[lane] = greater(lanes[lane], p[i + lane]);
+      maxima[r] = *std::max_element(lanes, lanes + WIDE);
+    }
+    std::nth_element(maxima.begin(), maxima.begin() + k - 1, maxima.end(), std::greater<float>());
+    least = maxima[k - 1];
+  }
+  std::vector<float> found = candidates(p, size, least);
+  std::nth_element(found.begin(), found.begin() + k - 1, found.end(), std::greater<float>());
+  return found[k - 1];
+}
+
+// The smallest entry of the smallest set that holds `mass` of a distribution. Entries below (1 - mass) / size together hold
+// less than 1 - mass, so none of them is needed; of the rest, the half in which the border lies is halved again.
+float nucleus(const float* p, int64_t size, float mass) {
+  std::vector<float> found = candidates(p, size, (1 - mass) / size);
+  auto first = found.begin(), last = found.end();
+  double held = 0;
+  while (last - first > 64) {
+    const auto middle = first + (last - first) / 2;
+    std::nth_element(first, middle, last, std::greater<float>());
+    const double upper = total(&*first, middle - first);
+    if (held + upper >= mass)
+      last = middle;
+    else
+      held += upper, first = middle;
+  }
+  std::sort(first, last, std::greater<float>());
+  for (auto at = first; at != last; ++at)
+    if ((held += *at) >= mass) return *at;
+  return last == found.begin() ? 0 : *(last - 1);
+}
+
+// Top-k (0: off), top-p (1: off) and min-p (0: off), one after the other, on distributions [N, V] float32, in place.
+void filter_rows_(Tensor& probs, const optional<Tensor>& top_k_, const optional<Tensor>& top_p_, const optional<Tensor>& min_p_) {
+  TORCH_CHECK(probs.dim() == 2 && probs.scalar_type() == at::kFloat && probs.is_contiguous(), "probs is contiguous float32 [N, V]");
+  const auto values = [&](const optional<Tensor>& t, at::ScalarType dtype) {
+    TORCH_CHECK(!t || t->numel() == probs.size(0), "top_k, top_p and min_p are [", probs.size(0), "]");
+    return t ? t->to(dtype).contiguous() : Tensor();
+  };
+  const Tensor top_k = values(top_k_, at::kLong), top_p = values(top_p_, at::kFloat), min_p = values(min_p_, at::kFloat);
+  const int64_t rows = probs.size(0), size = probs.size(1);
+  float* all = probs.mutable_data_ptr<float>();
+  each_row(rows, rows * size, [&](int64_t row) {
+    float* p = all + row * size;
+    if (top_k.defined() && top_k.const_data_ptr<int64_t>()[row] > 0)
+      keep_from(kth_largest(p, size, top_k.const_data_ptr<int64_t>()[row]), p, size);
+    if (top_p.defined() && top_p.const_data_ptr<float>()[row] < 1)
+      keep_from(nucleus(p, size, top_p.const_data_ptr<float>()[row]), p, size);
+    if (min_p.defined() && min_p.const_data_ptr<float>()[row] > 0)
+      keep_from(*std::max_element(p, p + size) * min_p.const_data_ptr<float>()[row], p, size);
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(surefoot, m) {
+  m.def(
+      "draft_block(Tensor base, Tensor anchors, Tensor? table, Tensor? packed, Tensor? scale, Tensor? vocabulary, "
+      "Tensor? temperature, Tensor? uniforms, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> (Tensor, Tensor, Tensor)");
+  m.def("filter_rows_(Tensor(a!) probs, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(surefoot, CPU, m) {
+  m.impl("draft_block", &draft_block);
+  m.impl("filter_rows_", &filter_rows_);
+}

@@ -335,7 +335,7 @@ class DSparkModel(nn.Module):
         Returns:
             Whether it was done: only on a CPU with native kernels.
         """
-        if not native.available() or any(parameter.device.type != "cpu" for parameter in self.parameters()):
+        if any(parameter.device.type != "cpu" for parameter in self.parameters()) or not native.available():
             return False
         stored = self._restore_int8()
         attentions = [layer.self_attn for layer in self.layers if layer.self_attn.qkv_proj is None]

@@ -14,7 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from surefoot.drafters.base import BlockDraw
+from surefoot.kernels import native
 from surefoot.kernels.sampling import argmax_rows, sample_rows, softmax_rows
+from surefoot.kernels.sequential import filter_rows
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.acceptance import Proposal
 from surefoot.speculation.uniforms import Purpose, uniforms
@@ -158,6 +161,13 @@ def processed(
             assert target_size is not None
             logits = logits + logits.new_zeros(logits.shape[0], target_size).scatter_add(1, ids, values)[:, vocabulary]
     probs = softmax_rows(logits, params.temperature[slots])
+    if (flags.top_k or flags.top_p or flags.min_p) and native.usable(probs):
+        return filter_rows(
+            probs,
+            params.top_k[slots] if flags.top_k else None,
+            params.top_p[slots] if flags.top_p else None,
+            params.min_p[slots] if flags.min_p else None,
+        )
     if flags.top_k:
         k = params.top_k[slots]
         ordered = probs.topk(min(flags.top_k, probs.shape[-1]), dim=-1).values
@@ -228,6 +238,32 @@ class BlockSampler:
         token = index if self._vocabulary is None else self._vocabulary[index]
         self._history[self._slots, self._lengths + k] = token
         return token
+
+    def block_draw(self) -> BlockDraw | None:
+        """What `draw` would draw with, for the whole block at once; None where x_k's processing looks at x_<k."""
+        flags, params, slots = self._flags, self._params, self._slots
+        if flags.penalties or flags.bias:
+            return None
+        if flags.greedy:
+            return BlockDraw()
+        k = torch.arange(1, self._gamma + 1, device=slots.device)
+        return BlockDraw(
+            params.temperature[slots],
+            uniforms(params.seed[slots].unsqueeze(1), self._steps.unsqueeze(1), Purpose.DRAFT, k),
+            params.top_k[slots] if flags.top_k else None,
+            params.top_p[slots] if flags.top_p else None,
+            params.min_p[slots] if flags.min_p else None,
+        )
+
+    def take(self, draft_ids: Tensor, probs: Tensor | None) -> Tensor:
+        count = draft_ids.shape[1]
+        missing = self._gamma - count  # of a drafter with a shorter block than this sampler's
+        self._draft_ids = torch.nn.functional.pad(draft_ids, (0, missing))
+        self._probs = probs if probs is None or not missing else torch.nn.functional.pad(probs, (0, 0, 0, missing))
+        tokens = draft_ids if self._vocabulary is None else self._vocabulary[draft_ids]
+        frontier = self._lengths.unsqueeze(1) + torch.arange(1, count + 1, device=draft_ids.device)
+        self._history[self._slots.unsqueeze(1), frontier] = tokens
+        return tokens
 
     @property
     def proposal(self) -> Proposal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,11 +50,14 @@ class StateUpdates:
     tables: list[TableUpdate] = field(default_factory=list)
 
 
+NUMPY: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.float32: np.float32}
+
+
 def to_device(
     values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
     """Host numbers as a device tensor. Never waits: a plain copy to CUDA would, for everything queued in front of it."""
-    host = torch.as_tensor(np.array(values), dtype=dtype)  # a third of the time of torch.tensor
+    host = torch.from_numpy(np.array(values, dtype=NUMPY[dtype]))  # a third of the time of torch.tensor
     return host.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else host.to(device)
 
 
@@ -101,20 +105,23 @@ class DeviceState:
     def _enter(self, update: SlotUpdate) -> None:
         slot, params, sampling = update.slot, update.params, self.sampling
         self.history[slot, : len(update.token_ids)] = to_device(update.token_ids, torch.int64, self.device)
-        self.lengths[slot] = update.num_cached
-        sampling.temperature[slot] = params.temperature
-        sampling.top_k[slot] = params.top_k
-        sampling.top_p[slot] = params.top_p
-        sampling.min_p[slot] = params.min_p
-        sampling.repetition[slot] = params.repetition_penalty
-        sampling.presence[slot] = params.presence_penalty
-        sampling.frequency[slot] = params.frequency_penalty
-        sampling.prompt_len[slot] = update.prompt_len
-        sampling.seed[slot] = update.seed
+        for values, value in (
+            (self.lengths, update.num_cached),
+            (sampling.temperature, params.temperature),
+            (sampling.top_k, params.top_k),
+            (sampling.top_p, params.top_p),
+            (sampling.min_p, params.min_p),
+            (sampling.repetition, params.repetition_penalty),
+            (sampling.presence, params.presence_penalty),
+            (sampling.frequency, params.frequency_penalty),
+            (sampling.prompt_len, update.prompt_len),
+            (sampling.seed, update.seed),
+        ):
+            values[slot].fill_(value)  # assigning a number would make the host wait for a GPU
         if params.logit_bias:
             self._widen_bias(len(params.logit_bias))
         sampling = self.sampling
-        sampling.bias_values[slot] = 0
+        sampling.bias_values[slot].zero_()
         if params.logit_bias:
             count = len(params.logit_bias)
             bias = params.logit_bias

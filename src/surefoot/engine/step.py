@@ -203,9 +203,9 @@ class DecodeStep:
 
     def _allocate(self, inputs: StepInputs, limits: Tensor, draft: Draft, confidence: Tensor | None) -> Tensor:
         """Widths of the emitting requests, [E] int64; requests without a draft get 0."""
-        device, undrafted = limits.device, limits.new_zeros(inputs.num_emitting - inputs.num_drafted)
+        device, undrafted = limits.device, inputs.num_emitting - inputs.num_drafted
         if not inputs.num_drafted:
-            return undrafted
+            return limits.new_zeros(undrafted)
         if draft.lengths is not None:
             limits = torch.minimum(limits, draft.lengths)
         if inputs.forced is not None:
@@ -222,7 +222,7 @@ class DecodeStep:
                 widths = to_device(decision.widths, torch.int64, device)
             else:
                 widths = allocate(survival, budget, limits, inputs.min_width)
-        return torch.cat([widths, undrafted])
+        return torch.cat([widths, widths.new_zeros(undrafted)]) if undrafted else widths
 
     def _pack(self, inputs: StepInputs, requests: Requests, widths: Tensor) -> tuple[FlatBatch, Tensor]:
         """The flat batch, and the logit row of every emitting request's anchor ([E] int64)."""

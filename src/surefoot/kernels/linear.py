@@ -116,6 +116,8 @@ class PackedLinear(nn.Module):
         return sum(t.nbytes for t in (self.weight, self.scale, self.bias) if t is not None)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N] in x's dtype
+        if x.shape[-1] != self.in_features:
+            raise RuntimeError(f"this layer reads {self.in_features} features, x has {x.shape[-1]}")
         if self.kernel is None:
             return self._unpacked(x)
         if x.dtype not in native.DTYPES:

@@ -162,8 +162,7 @@ def _rotary(
     c = tl.load(cos + row * turn_row + at, mask=turns, other=1.0).to(tl.float32)
     s = tl.load(sin + row * turn_row + at, mask=turns, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    # Rounded where the torch expression rounds.
-    turned = (value * c).to(dtype).to(tl.float32) + (other * s).to(dtype).to(tl.float32)
+    turned = value * c + other * s
     tl.store(out + (row * HEADS + head) * DIM + at, tl.where(turns, turned, value).to(dtype), mask=inside)
 
 

@@ -47,7 +47,7 @@ def fingerprint(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": info.get("model name") or info.get("Processor") or platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
-        "native_kernels": device.type == "cpu" and native.available(),
+        "native_kernels": native.kernel().isa if device.type == "cpu" and native.available() else None,
         "drafter": drafter.name if drafter else "none",
         "drafter_config": _digest(vars(drafter.config)) if drafter and hasattr(drafter, "config") else None,
         "gamma": drafter.gamma if drafter else 0,

@@ -162,7 +162,9 @@ class LogisticEstimator:
         )
         self._fit = _newton(self._tried, self._signal, self._accepted, common, 8.0)
         self.refits += 1
-        self.parameters.copy_(torch.from_numpy(self._fit), non_blocking=True)
+        fitted = torch.from_numpy(self._fit).to(self.parameters.dtype)
+        # A pageable source would make the host wait for the device.
+        self.parameters.copy_(fitted.pin_memory() if self.parameters.is_cuda else fitted, non_blocking=True)
 
 
 def _newton(tried: Floats, signal: Floats, accepted: Floats, prior: Floats, weight: float, steps: int = 8) -> Floats:

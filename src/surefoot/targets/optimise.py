@@ -13,7 +13,7 @@ from torch import nn
 
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native, row_linear, triton_support
-from surefoot.kernels.linear import PackedLinear, Quantization
+from surefoot.kernels.linear import Quantization
 from surefoot.targets.fused import FusedAttention, FusedFeedForward, FusedNorm, activation_of, fused_product
 
 # The families whose attention is "project, maybe normalise per head, rotate by halves, attend, project".
@@ -119,14 +119,3 @@ def optimise(model: Any, *, steps: Collection[str] = DEFAULT, quantize: Quantiza
     elif model.device.type != "cpu" or not native.available():
         return []
     return [name for name, step in STEPS.items() if name in steps and step(model, quantize)]
-
-
-def optimise_drafter(model: nn.Module) -> bool:
-    """Pack every linear layer of a drafter on the CPU; its borrowed embedding and head belong to the target."""
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()) or not native.available():
-        return False
-    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    for parent, name, child in found:
-        if type(child) is nn.Linear:
-            setattr(parent, name, PackedLinear.from_linear(child))
-    return True

@@ -2,6 +2,7 @@
 
     shipped/<name>/config.json, model.safetensors    a checkpoint
                    calibration.json                  its temperatures, if it has a confidence head
+                   manifest.json                     how it was trained, and digests of every prompt
                    target.json                       what it was trained for: `name` and `identities` of that target
 
 A target is known by its shape and by bits of its embedding, not by the name or the path it was loaded from: the same
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DIRECTORY = Path(__file__).parent / "shipped"
-FILES = ("config.json", "model.safetensors", "calibration.json")
+FILES = ("config.json", "model.safetensors", "calibration.json", "manifest.json")
 TARGET_FILE, FORMAT = "target.json", "surefoot-shipped-drafter"
 LARGEST = 48 << 20  # bytes of one drafter in the package
 SAMPLED_ROWS = 256

@@ -20,6 +20,7 @@ import surefoot
 from surefoot.drafters.checkpoint import load_drafter, save_drafter
 from surefoot.drafters.dspark import DSparkModel
 from surefoot.drafters.layouts import Layout
+from surefoot.drafters.shipped import target_identity
 from surefoot.errors import ConfigurationError
 from surefoot.speculation.json_files import read_object, write_object
 from surefoot.targets.target import Target
@@ -318,6 +319,7 @@ class Pipeline:
                 "version": 1,
                 "target": {
                     "name": self.target.name,
+                    "identity": target_identity(self.target),
                     "dtype": str(self.target.dtype).removeprefix("torch."),
                     "vocab_size": self.target.vocab_size,
                     "hidden_size": self.target.hidden_size,

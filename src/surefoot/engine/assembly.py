@@ -182,8 +182,22 @@ def confidence_source(drafter: Drafter, calibration: str | Path | None, device: 
     if calibration is None:
         temperatures = Calibration.identity(drafter.gamma, device)
     else:
-        temperatures = Calibration.load(calibration, drafter.gamma, device)
+        temperatures = _load_calibration(Path(calibration), drafter, device)
     return HeadConfidence(temperatures, estimator)
+
+
+def _load_calibration(path: Path, drafter: Drafter, device: torch.device | str) -> Calibration:
+    """Temperatures for the drafter's gamma: its own file, or the first ones of a file for the whole block it was trained on.
+
+    A position's temperature was fitted with the earlier ones alone, so a shorter draft needs no fit of its own.
+    """
+    whole: int = getattr(getattr(drafter, "config", None), "gamma", drafter.gamma)
+    try:
+        return Calibration.load(path, drafter.gamma, device)
+    except CalibrationError:
+        if whole == drafter.gamma:
+            raise
+    return Calibration(Calibration.load(path, whole).temperatures[: drafter.gamma], device=device)
 
 
 def check_drafter(drafter: str | Path | Drafter | None, gamma: int | None) -> None:

@@ -1,0 +1,32 @@
+"""A drafter served with fewer drafts than it was trained for takes the first temperatures of its calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from surefoot.engine.assembly import confidence_source
+from surefoot.errors import CalibrationError
+from surefoot.speculation.calibration import Calibration
+from tests.engine.engines import tiny_drafter
+from tests.tiny_models import tiny_target
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 4])
+def test_first_temperatures(gamma: int, tmp_path: Path) -> None:
+    drafter = tiny_drafter(tiny_target(), "dspark", 4)
+    Calibration([1.5, 0.5, 2.0, 3.0]).save(tmp_path / "calibration.json")
+    drafter.gamma = gamma
+    source = confidence_source(drafter, tmp_path / "calibration.json", "cpu")
+    assert source.gamma == gamma
+    assert source.calibration.temperatures.tolist() == [1.5, 0.5, 2.0, 3.0][:gamma]
+
+
+@pytest.mark.parametrize("gamma", [2, 4])
+def test_a_file_for_another_block_is_refused(gamma: int, tmp_path: Path) -> None:
+    drafter = tiny_drafter(tiny_target(), "dspark", 4)
+    drafter.gamma = gamma
+    Calibration([1.0] * 5).save(tmp_path / "calibration.json")
+    with pytest.raises(CalibrationError, match="gamma=5"):
+        confidence_source(drafter, tmp_path / "calibration.json", "cpu")

@@ -26,7 +26,8 @@ LOOKUP_PRIOR = (-2.0, 1.0)
 TRAINED_PRIOR = (0.0, 0.0)
 """Half of the trained drafts, whatever the match."""
 PROBE_EVERY = 16
-"""Of this many steps in which the trained drafter rests because it promises a loss, one is drafted all the same."""
+"""Of this many steps in which the trained drafter rests because it promises a loss, it drafts in one all the same: where
+the model can be run for some requests alone, for one of them, in turn."""
 COMPARE_EVERY = 64
 """Of this many steps the trained drafter has one for itself and the lookup one in which it takes every match, whatever is
 believed: a source that is never chosen would never be seen to have become the better one."""
@@ -86,6 +87,11 @@ class SourceChoice:
             # The usual step; one in which the model does not rest; every match is looked up; the model drafts for all.
             kinds = [self._takes_lookup, self._takes_lookup & found, found, found & False]
             self._tables = self._to_device(np.stack(kinds))
+        if skips_model and self._takes_lookup.all():  # the model rests: it is tried on one request, for D(R) is not small
+            looked_up = torch.ones_like(match, dtype=torch.bool)
+            if self._probing:
+                looked_up[self._calls // PROBE_EVERY % match.shape[0]] = False
+            return looked_up
         usual = int(self._probing)
         return self._tables[{0: 3, COMPARE_EVERY // 2: 2}.get(self._calls % COMPARE_EVERY, usual)][match]
 

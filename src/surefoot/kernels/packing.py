@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -28,22 +27,3 @@ class FlatBatch:
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
-
-
-def rows_of(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Owner and offset of every row of a ragged layout, without a device-to-host read.
-
-    Args:
-        lengths: [R] int64, rows of each request.
-        total: sum of `lengths`, or more (the excess rows are padding); known on the host.
-
-    Returns:
-        owner: [total] int64, index of the request that owns the row; R for padding rows.
-        offset: [total] int64, index of the row inside its request (0 for padding rows).
-    """
-    ends = lengths.cumsum(0)
-    row = torch.arange(total, device=lengths.device)
-    owner = torch.searchsorted(ends, row, right=True)
-    starts = torch.cat([ends - lengths, ends[-1:]])
-    offset = torch.where(owner < lengths.shape[0], row - starts[owner], 0)
-    return owner, offset

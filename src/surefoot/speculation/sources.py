@@ -87,7 +87,8 @@ class SourceChoice:
             # The usual step; one in which the model does not rest; every match is looked up; the model drafts for all.
             kinds = [self._takes_lookup, self._takes_lookup & found, found, found & False]
             self._tables = self._to_device(np.stack(kinds))
-        if skips_model and self._takes_lookup.all():  # the model rests: it is tried on one request, for D(R) is not small
+        if skips_model and self._takes_lookup.all():
+            # The model rests. It is tried on one request: D(R) is not small.
             looked_up = torch.ones_like(match, dtype=torch.bool)
             if self._probing:
                 looked_up[self._calls // PROBE_EVERY % match.shape[0]] = False

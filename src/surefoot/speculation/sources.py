@@ -29,8 +29,8 @@ PROBE_EVERY = 16
 """Of this many steps in which the trained drafter rests because it promises a loss, it drafts in one all the same: where
 the model can be run for some requests alone, for one of them, in turn."""
 COMPARE_EVERY = 64
-"""Of this many steps the trained drafter has one for itself and the lookup one in which it takes every match, whatever is
-believed: a source that is never chosen would never be seen to have become the better one."""
+"""While the model does not rest, of this many steps the trained drafter has one for itself and the lookup one in which it
+takes every match, whatever is believed: a source that is never chosen would never be seen to have become the better one."""
 CONTEXT_STEP = 256  # tokens; costs are looked up this coarsely
 
 

@@ -62,7 +62,7 @@ class Measured:
 
 
 class DraftLoss(nn.Module):
-    """Batch in, weighted sum of the loss out: what DistributedDataParallel wraps and `torch.compile` compiles.
+    """Batch in, weighted sum of the loss out: what DistributedDataParallel wraps.
 
     `markov_w1` of the model is indexed by the words seen (`Batch.previous`), not by target ids.
     """

@@ -10,7 +10,6 @@
 
 #include "tiles.hpp"
 
-#include <atomic>
 #include <functional>
 
 #ifdef __linux__
@@ -28,6 +27,7 @@ namespace {
 // Weights of panel p of [panels, depth, PANEL] are made by W(w, depth, p).
 struct Bf16Panel : FloatWeights {  // each 32-bit word holds output j in its low half and j + LANES in its high half
   using Element = uint16_t;
+  static constexpr int64_t BYTES = PANEL * 2;  // of one input
   const uint16_t* w;
   Bf16Panel(const uint16_t* w, int64_t depth, int64_t panel) : w(w + panel * depth * PANEL) {}
   void get(int64_t k, V& lo, V& hi) const {
@@ -38,6 +38,7 @@ struct Bf16Panel : FloatWeights {  // each 32-bit word holds output j in its low
 };
 struct F32Panel : StridedF32<PANEL> {
   using Element = float;
+  static constexpr int64_t BYTES = PANEL * 4;  // of one input
   F32Panel(const float* w, int64_t depth, int64_t panel) : StridedF32(w + panel * depth * PANEL) {}
 };
 inline V widen(const int8_t* p) {
@@ -51,6 +52,7 @@ inline V widen(const int8_t* p) {
 }
 struct Int8Panel : FloatWeights {
   using Element = int8_t;
+  static constexpr int64_t BYTES = PANEL;  // of one input
   const int8_t* w;
   Int8Panel(const int8_t* w, int64_t depth, int64_t panel) : w(w + panel * depth * PANEL) {}
   void get(int64_t k, V& lo, V& hi) const {
@@ -63,6 +65,7 @@ struct Int8Panel : FloatWeights {
 // Pairs of inputs; what `multiply` calls an input is a pair here, and depth counts pairs.
 struct PairPanel {
   using Element = uint16_t;
+  static constexpr int64_t BYTES = PANEL * 4;  // of one input
   using Input = uint32_t;
   using Vector = U;
   const uint16_t* w;
@@ -87,6 +90,7 @@ inline V pick(const int8_t* pairs, int64_t odd) {
 }
 struct WidenedPairs : FloatWeights {
   using Element = uint16_t;
+  static constexpr int64_t BYTES = PANEL * 2;  // of one input
   const uint16_t* w;
   WidenedPairs(const uint16_t* w, int64_t depth, int64_t panel) : w(w + panel * ((depth + 1) / 2) * 2 * PANEL) {}
   void get(int64_t k, V& lo, V& hi) const {
@@ -98,6 +102,7 @@ struct WidenedPairs : FloatWeights {
 template <class E>
 struct WidenedTiles : FloatWeights {
   using Element = E;
+  static constexpr int64_t BYTES = PANEL * sizeof(E);  // of one input
   const E *low, *high;
   WidenedTiles(const E* w, int64_t depth, int64_t panel)
       : low(at(w, depth, panel * PANEL)), high(at(w, depth, panel * PANEL + LANES)) {}
@@ -112,8 +117,9 @@ struct WidenedTiles : FloatWeights {
 };
 #endif
 
-constexpr int64_t K_CHUNK = 256;   // inputs of a panel handled for all rows before moving on: stays in the L1 cache
+constexpr int64_t K_CHUNK = 128;   // inputs of a panel handled for all rows before moving on: stays in the L1 cache
 constexpr int64_t ROW_BLOCK = 48;  // rows per reading of the weights: far more arithmetic than the reading hides
+constexpr int FEW_ROWS = 2;  // up to so many leave room in the registers for a second panel, and need its chains
 
 // x [rows, inputs] of either dtype, and where finished sums go: emit(thread, row, first output, sums, how many). Neither is a
 // template parameter of the products, which would be compiled four times otherwise.
@@ -135,36 +141,80 @@ struct Rows {
 };
 using Emit = std::function<void(int, int64_t, int64_t, const float*, int)>;
 
-// Computes x W^T panel by panel.
+// acc[p][r][0..PANEL) += sum over k in [first, last) of x[k][r] * panel[p][k][0..PANEL), k strictly ascending for every output.
+// On the way, `step` bytes per k are fetched into the cache from ahead[p] on.
+template <int R, int P, class W>
+inline void multiply_panels(const W* panel, const typename W::Input* x, float* acc, int64_t acc_stride, int64_t first,
+                            int64_t last, const char* const* ahead, int64_t step) {
+  V a[P][R][2];
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int h = 0; h < 2; ++h) a[p][r][h] = load<V>(acc + p * acc_stride + r * PANEL + h * LANES);
+  const typename W::Input* spread = x + first * R;
+  for (int64_t k = first; k < last; ++k, spread += R) {
+    UNROLL for (int p = 0; p < P; ++p) {
+      typename W::Vector lo, hi;
+      panel[p].get(k, lo, hi);
+      __builtin_prefetch(ahead[p] + (k - first) * step);
+      UNROLL for (int r = 0; r < R; ++r) {
+        const auto b = W::spread(spread[r]);
+        a[p][r][0] = W::add(b, lo, a[p][r][0]);
+        a[p][r][1] = W::add(b, hi, a[p][r][1]);
+      }
+    }
+  }
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int h = 0; h < 2; ++h) store(acc + p * acc_stride + r * PANEL + h * LANES, a[p][r][h]);
+}
+
+// Computes x W^T panel by panel, two at a time.
 template <class W>
 void product(const Rows& x, const typename W::Element* w, int64_t panels, const Emit& emit) {
   const int64_t rows = x.count, inputs = x.inputs;
   using Input = typename W::Input;
   constexpr int64_t per = std::is_same_v<Input, float> ? 1 : 2;  // elements of x in one input of W
-  const int64_t depth = (inputs + per - 1) / per, bytes = PANEL * per * sizeof(*w);
-  const int64_t stride = (depth + 63) / 64 * 64 + 16;  // rows do not fall into the same cache sets
-  std::vector<Input> filled(std::min(rows, ROW_BLOCK) * stride);
+  const int64_t depth = (inputs + per - 1) / per, padded = (depth + LANES - 1) / LANES * LANES;
+  std::vector<Input> filled(std::min(rows, ROW_BLOCK) * padded);  // group by group, [k][rows of the group]
   for (int64_t block = 0; block < rows; block += ROW_BLOCK) {
     const int64_t here = std::min(ROW_BLOCK, rows - block), groups = (here + MAX_ROWS - 1) / MAX_ROWS;
-    split(here, here * inputs / 8, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r) x.copy(block + r, &filled[r * stride]);
+    const auto start = [&](int64_t group) { return here * group / groups; };  // evenly sized
+    split(groups, here * inputs / 8, [&](int64_t first_group, int64_t last_group) {
+      std::vector<Input> row(padded);
+      for (int64_t g = first_group; g < last_group; ++g)
+        for (int64_t r = start(g), size = start(g + 1) - r, i = 0; i < size; ++i) {
+          x.copy(block + r + i, row.data());
+          Input* const to = &filled[r * padded + i];
+          for (int64_t k = 0; k < depth; ++k) to[k * size] = row[k];
+        }
     });
-    split(panels, here * inputs * panels, [&](int64_t first_panel, int64_t last_panel) {
+    const int64_t together = here <= FEW_ROWS ? 2 : 1;
+    share(panels, here * inputs * panels, [&](int64_t first_panel, int64_t last_panel) {
       float acc[ROW_BLOCK * PANEL];
-      for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-        const W weights(w, depth, panel);
-        std::memset(acc, 0, here * PANEL * sizeof(float));
-        for (int64_t k = 0; k < depth; k += K_CHUNK)
-          for (int64_t g = 0; g < groups; ++g) {  // evenly sized; each fetches its share of the next chunk
-            const int64_t first = here * g / groups, size = here * (g + 1) / groups - first;
-            const int64_t step = std::max<int64_t>(1, bytes / groups);
-            const char* ahead = (const char*)w + (panel * depth + k + K_CHUNK) * bytes + g * K_CHUNK * step;
-            with_rows((int)size, [&](auto r) {
-              multiply<decltype(r)::value>(weights, &filled[first * stride], stride, acc + first * PANEL, PANEL, k,
-                                           std::min(depth, k + K_CHUNK), ahead, step);
-            });
+      for (int64_t panel = first_panel; panel < last_panel; panel += together) {
+        const int64_t count = std::min(together, last_panel - panel), stride = here * PANEL;
+        const W weights[2] = {W(w, depth, panel), W(w, depth, panel + count - 1)};
+        std::memset(acc, 0, count * stride * sizeof(float));
+        for (int64_t k = 0; k < depth; k += K_CHUNK) {
+          const int64_t end = std::min(depth, k + K_CHUNK);
+          for (int64_t g = 0; g < groups; ++g) {  // each fetches its share of the next chunk
+            const int64_t first = start(g), size = start(g + 1) - first, step = std::max<int64_t>(1, W::BYTES / groups);
+            const char* ahead = (const char*)w + (panel * depth + k + K_CHUNK) * W::BYTES + g * K_CHUNK * step;
+            const char* both[2] = {ahead, ahead + depth * W::BYTES};
+            const Input* from = &filled[first * padded];
+            float* const to = acc + first * PANEL;
+            if (count == 2)
+              size == 1 ? multiply_panels<1, 2>(weights, from, to, stride, k, end, both, step)
+                        : multiply_panels<2, 2>(weights, from, to, stride, k, end, both, step);
+            else
+              with_rows((int)size, [&](auto r) {
+                multiply_panels<decltype(r)::value, 1>(weights, from, to, stride, k, end, both, step);
+              });
           }
-        for (int64_t r = 0; r < here; ++r) emit(omp_get_thread_num(), block + r, panel * PANEL, acc + r * PANEL, PANEL);
+        }
+        for (int64_t p = 0; p < count; ++p)
+          for (int64_t r = 0; r < here; ++r)
+            emit(omp_get_thread_num(), block + r, (panel + p) * PANEL, acc + p * stride + r * PANEL, PANEL);
       }
     });
   }
@@ -444,6 +494,7 @@ std::tuple<Tensor, Tensor> linear_argmax(const Tensor& x_, const Tensor& packed,
   Tensor index = at::empty({rows}, x.options().dtype(at::kLong)), value = at::empty({rows}, x.options().dtype(at::kFloat));
   const Affine finish = affine(scale, bias, outputs);
   using Best = std::pair<float, int64_t>;
+  const auto better = [](const Best& a, const Best& b) { return a.first > b.first || (a.first == b.first && a.second < b.second); };
   std::vector<Best> best(threads * rows, Best(-std::numeric_limits<float>::infinity(), outputs));
   with_dtype(x, [&](auto* from) {
     run(given, packed, outputs, [&](int thread, int64_t row, int64_t n, const float* acc, int width) {
@@ -452,14 +503,14 @@ std::tuple<Tensor, Tensor> linear_argmax(const Tensor& x_, const Tensor& packed,
         const V v = rounded(from, finish(load<V>(acc + i), n, outputs - n));
         const int64_t count = std::min<int64_t>(LANES, outputs - n);
         for (int64_t j = 0; j < count; ++j)
-          if (v[j] > b.first) b = Best(v[j], n + j);
+          if (v[j] >= b.first && better(Best(v[j], n + j), b)) b = Best(v[j], n + j);
       }
     });
   });
   for (int64_t r = 0; r < rows; ++r) {
     Best b = best[r];
-    for (int64_t t = 1; t < threads; ++t)  // threads own ascending outputs, so a tie keeps the earlier thread
-      if (best[t * rows + r].first > b.first) b = best[t * rows + r];
+    for (int64_t t = 1; t < threads; ++t)
+      if (better(best[t * rows + r], b)) b = best[t * rows + r];
     index.mutable_data_ptr<int64_t>()[r] = b.second < outputs ? b.second : 0;
     value.mutable_data_ptr<float>()[r] = b.first;
   }

@@ -15,6 +15,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -184,6 +185,31 @@ void split(int64_t n, int64_t work, F f) {
   {
     int64_t t = omp_get_thread_num(), count = omp_get_num_threads();
     f(n * t / count, n * (t + 1) / count);
+  }
+}
+
+// The same for work that takes long: every thread goes through its part in pieces of an even size and then helps the others,
+// so that a core that is slower, or busy with something else, is not waited for.
+template <class F>
+void share(int64_t n, int64_t work, F f) {
+  const int64_t threads = at::get_num_threads(), piece = std::max<int64_t>(2, n / threads / 16 * 2);
+  if (work < 32768 || threads == 1) return f((int64_t)0, n);
+  struct alignas(64) Part {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  std::vector<Part> parts(threads);
+  for (int64_t t = 0; t < threads; ++t) {
+    parts[t].next = n * t / threads;
+    parts[t].end = n * (t + 1) / threads;
+  }
+#pragma omp parallel num_threads((int)threads)
+  {
+    const int64_t mine = omp_get_thread_num();
+    for (int64_t t = 0; t < threads; ++t) {
+      Part& part = parts[(mine + t) % threads];
+      for (int64_t begin; (begin = part.next.fetch_add(piece)) < part.end;) f(begin, std::min(part.end, begin + piece));
+    }
   }
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from surefoot import LLM, SamplingParams
@@ -37,6 +40,30 @@ def test_a_stream_emits_what_generate_returns_and_leaving_it_cancels(llm: LLM) -
         break
     assert not llm.engine.requests
     assert llm.engine.blocks.pools[0].num_used == 0
+
+
+def test_profile_measures_saves_and_plans_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.profiling.fingerprint.tables_directory", lambda: tmp_path)
+
+    def started(**options: Any) -> LLM:
+        return LLM(tiny_target("llama"), drafter="prompt-lookup", gamma=3, max_model_len=64, max_num_seqs=2, **options)
+
+    first = started()
+    assert first.lacks_cost_table
+    before = first.generate([[1, 2, 1]], PARAMS, progress=False)[0]
+    shares: list[float] = []
+    found = first.profile(0.1, progress=shares.append)
+    assert shares[-1] == 1.0
+    assert not first.lacks_cost_table
+    assert "measured cost table" in first.describe()["planner"]
+    after = first.generate([[1, 2, 1]], PARAMS, progress=False)[0]
+    assert after.token_ids == before.token_ids
+    assert set(first.stats()["reasons"]) > {"no_table"}
+    second = started()
+    assert not second.lacks_cost_table
+    assert second.engine.policy.stale.table == found.table
+    assert not started(cost_table="none", width=2).lacks_cost_table  # nothing is planned
+    assert started(cost_table="none").lacks_cost_table
 
 
 def test_one_parameter_set_for_all_or_one_each(llm: LLM) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from surefoot.engine.policy import PlannerName
 from surefoot.engine.request import Request
 from surefoot.engine.trace import TraceWriter
 from surefoot.errors import ConfigurationError, RequestError
+from surefoot.profiling.fingerprint import table_path
+from surefoot.profiling.profile import Profile
+from surefoot.profiling.profile import profile as measure_costs
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import RequestStatistics
 from surefoot.targets.target import Target
@@ -271,6 +274,26 @@ class LLM:
     def describe(self) -> dict[str, Any]:
         """What this object was assembled from, and what the planner works with."""
         return self.engine.describe()
+
+    @property
+    def lacks_cost_table(self) -> bool:
+        """Whether widths would be planned, if only this machine's cost were known: see `profile`."""
+        return self.engine.policy.lacks_table
+
+    def profile(self, seconds: float = 14.0, progress: Callable[[float], None] | None = None) -> Profile:
+        """Measure what a step costs, plan with that from now on, and save it for every later start of the same engine.
+
+        Args:
+            seconds: time for measured steps.
+            progress: called with the share that is done.
+
+        Raises:
+            ConfigurationError: requests are running.
+        """
+        found = measure_costs(self.engine, budget_s=seconds, progress=progress)
+        found.table.save(table_path(found.table.fingerprint))
+        self.engine.use_table(found.table)
+        return found
 
     def close(self) -> None:
         """Cancel what still runs, and close the trace."""

@@ -37,6 +37,8 @@ class Script:
     options: list[dict[str, Any]] = field(default_factory=list)
     asked: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     closed: int = 0
+    lacks_cost_table: bool = False
+    profiled: list[float] = field(default_factory=list)  # seconds asked for
 
 
 class StubStream:
@@ -74,6 +76,15 @@ class StubLLM:
     def __init__(self, **options: Any) -> None:
         self.script.options.append(options)
         self.tokenizer = SimpleNamespace(chat_template=self.script.chat_template)
+
+    @property
+    def lacks_cost_table(self) -> bool:
+        return self.script.lacks_cost_table
+
+    def profile(self, seconds: float, progress: Callable[[float], None]) -> Any:
+        progress(1.0)
+        self.script.profiled.append(seconds)
+        return SimpleNamespace(seconds=seconds)
 
     def stream(self, prompt: Any, params: SamplingParams) -> StubStream:
         self.script.asked.append((prompt, params))

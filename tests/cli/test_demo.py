@@ -126,3 +126,17 @@ def test_live_screen_shows_text_and_finished_runs(
     shown = terminal.getvalue()
     assert "half a function" in shown
     assert "50.0 tok/s" in shown
+
+
+@pytest.mark.parametrize("command", ["demo", "chat"])
+def test_costs_are_measured_once_where_nobody_has(run: Callable[..., Any], script: Script, command: str) -> None:
+    script.lacks_cost_table = True
+    result = run(command, stdin="Hello\n")
+    assert result.exit_code == 0
+    assert len(script.profiled) == 1
+    assert "cost table measured" in result.stderr
+    assert run(command, "--cost-table", "none", stdin="Hello\n").exit_code == 0
+    assert len(script.profiled) == 1, "asked to go without"
+    script.lacks_cost_table = False
+    assert run(command, stdin="Hello\n").exit_code == 0
+    assert len(script.profiled) == 1, "there is one already"

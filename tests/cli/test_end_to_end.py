@@ -60,9 +60,17 @@ def test_a_stop_string_from_the_text_ends_it_there(generate: Callable[..., dict[
     assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)
 
 
-def test_chat_answers_piped_turns(run: Callable[..., Any], checkpoints: Path) -> None:
-    result = run("chat", "-m", str(checkpoints / "target"), "-n", "5", "--json", stdin="hello\nagain\n")
-    assert result.exit_code == 0, result.stderr
+def test_chat_answers_piped_turns(
+    run: Callable[..., Any], checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start measures the machine, the second finds what it has saved."""
+    monkeypatch.setattr("surefoot.profiling.fingerprint.tables_directory", lambda: tmp_path)
+    monkeypatch.setattr("surefoot.cli.profile.QUICK_SECONDS", 0.1)
+    for start in range(2):
+        result = run("chat", "-m", str(checkpoints / "target"), "-n", "5", "--json", stdin="hello\nagain\n")
+        assert result.exit_code == 0, result.stderr
+        assert ("cost table measured" in result.stderr) == (start == 0)
+        assert len(list(tmp_path.iterdir())) == 1
     found = json.loads(result.stdout)
     assert [message["role"] for message in found["messages"]] == ["user", "assistant"] * 2
     assert [len(turn["token_ids"]) for turn in found["turns"]] == [5, 5]

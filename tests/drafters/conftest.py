@@ -80,13 +80,15 @@ class Scene:
         for s, f in rows:
             self.lengths[s] += len(f)
 
-    def context(self, slots: list[int]) -> DraftContext:
+    def context(self, slots: list[int], depth: int | None = None) -> DraftContext:
         index = torch.tensor(slots)
-        return DraftContext(index, self.lengths[index], self.history, self.cache, int(self.lengths.max()))
+        return DraftContext(index, self.lengths[index], self.history, self.cache, int(self.lengths.max()), depth)
 
-    def propose(self, slots: list[int], sampler: RecordingSampler | None = None) -> tuple[Draft, RecordingSampler]:
+    def propose(
+        self, slots: list[int], sampler: RecordingSampler | None = None, depth: int | None = None
+    ) -> tuple[Draft, RecordingSampler]:
         sampler = sampler or RecordingSampler(self.drafter.vocabulary)
-        return self.drafter.propose(self.context(slots), sampler), sampler
+        return self.drafter.propose(self.context(slots, depth), sampler), sampler
 
 
 def lending_target(vocab_size: int, hidden_size: int, *, layers: int = 6, seed: int = 3):

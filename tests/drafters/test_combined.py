@@ -307,10 +307,14 @@ def test_a_head_is_judged_and_taught_by_its_own_blocks_alone() -> None:
     mixed = torch.full((4, 7), torch.nan)
     mixed[[0, 2], :3] = logits
     signal = torch.tensor([0.0, 8.0, 2.0, 0.0]).unsqueeze(1).expand(-1, 7)
-    confidence = source.confidence(mixed, signal)
+    confidence = source.confidence(mixed, signal, explored=1)
     assert torch.equal(confidence[[0, 2], :3], alone.confidence(logits, None))
     assert not confidence[[0, 2], 3:].any()  # the trained block ends there
-    assert torch.equal(confidence[1], torch.ones(7))  # a new lookup estimate asks for full windows
+    assert torch.equal(confidence[1], torch.ones(7))  # a new lookup estimate is learned from whole windows
+    prior = source.confidence(mixed, signal)
+    assert torch.equal(prior[[0, 2, 3]], confidence[[0, 2, 3]])
+    assert torch.equal(prior[1], torch.full((7,), torch.sigmoid(torch.tensor(-2.0 + 3.0)).item()))
+    assert torch.equal(source.confidence(None, signal)[1], prior[1])  # the model did not run
     for _ in range(40):
         source.observe(mixed, signal, np.array([1, 7, 0, 0]), np.array([3, 7, 3, 0]))
         alone.observe(logits, None, np.array([1, 0]), np.array([3, 3]))

@@ -180,6 +180,45 @@ def test_a_smaller_gamma_draws_a_prefix_of_the_same_block(worlds) -> None:
     assert torch.equal(short.confidence_logits, whole.confidence_logits[:, :2])
 
 
+@pytest.mark.parametrize("variant", ["vanilla", "masks_only", "causal_window", "window"])
+@pytest.mark.parametrize("depth", [1, 2, 9])
+def test_depth_draws_the_first_tokens_and_says_how_many(worlds, variant, depth) -> None:
+    drafter = make(variant)
+    drafter.bind(worlds.lending_target(VOCABULARY, WIDTH))
+    scene = worlds.Scene(drafter)
+    scene.extend([(0, features(9, drafter)), (1, features(6, drafter))])
+    whole, shallow = scene.propose([0, 1])[0], scene.propose([0, 1], depth=depth)[0]
+    count = min(depth, drafter.gamma)
+    assert shallow.tokens.shape == shallow.signal.shape == (2, drafter.gamma)
+    assert torch.equal(shallow.tokens[:, :count], whole.tokens[:, :count])
+    assert torch.equal(shallow.confidence_logits[:, :count], whole.confidence_logits[:, :count])
+    assert whole.lengths is None
+    assert (drafter.gamma if shallow.lengths is None else shallow.lengths.tolist()) == (
+        drafter.gamma if depth > drafter.gamma else [depth, depth]
+    )
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "masks_only", "causal_window", "window", "rnn"])
+def test_shorter_block_is_the_block_of_a_smaller_drafter(worlds, variant) -> None:
+    """Where the configuration allows it, the slots behind the wanted tokens are not computed at all."""
+    target, drafts, rows = worlds.lending_target(VOCABULARY, WIDTH), [], []
+    for depth, size in ((2, 4), (None, 2 + (variant == "masks_only"))):
+        drafter = make(variant)
+        drafter.bind(target)
+        drafter.model.config = drafter.config = drafter.config.model_copy(
+            update={"shorter_blocks": True, "block_size": size}
+        )
+        drafter.gamma = drafter.config.gamma
+        scene = worlds.Scene(drafter)
+        scene.extend([(0, features(9, drafter)), (1, features(6, drafter))])
+        drafter.model.norm.register_forward_hook(lambda module, given, out: rows.append(given[0].shape[:-1].numel()))
+        drafts.append(scene.propose([0, 1], depth=depth)[0])
+    shallow, small = drafts
+    assert rows[0] == rows[1] == 2 * (2 + (variant == "masks_only"))
+    assert torch.equal(shallow.tokens[:, :2], small.tokens)
+    torch.testing.assert_close(shallow.confidence_logits[:, :2], small.confidence_logits)
+
+
 @pytest.mark.parametrize("gamma", [-1, 0, 5, 100])
 def test_gamma_out_of_range_names_what_is_allowed(gamma) -> None:
     with pytest.raises(DrafterError, match=rf"gamma {gamma} .*allowed are 1 to 4"):

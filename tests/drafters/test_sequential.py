@@ -16,6 +16,7 @@ from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear
 from surefoot.kernels.sampling import argmax_rows, sample_rows, softmax_rows
 from surefoot.kernels.sequential import filter_rows, filter_rows_reference
+from surefoot.speculation.calibration import Calibration
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="one call draws a block with the native kernels only")
 
@@ -64,13 +65,16 @@ class TokenSampler:
         self.how, self.vocabulary, self.calls = draw, vocabulary, 0
         self.probs: list[torch.Tensor] = []
 
-    def draw(self, k: int, logits: torch.Tensor) -> torch.Tensor:
+    def temperatures(self) -> torch.Tensor | None:
+        return self.how.temperature
+
+    def draw(self, k: int, logits: torch.Tensor, sharpness: torch.Tensor | None = None) -> torch.Tensor:
         self.calls += 1
         how = self.how
         if how.temperature is None:
             index = argmax_rows(logits)
         else:
-            probs = softmax_rows(logits, how.temperature)
+            probs = softmax_rows(logits, how.temperature if sharpness is None else how.temperature / sharpness)
             if how.top_k is not None:
                 probs = filter_rows(probs, how.top_k, how.top_p, how.min_p)
             self.probs.append(probs.clone())
@@ -129,6 +133,11 @@ def block_draw(stage: str, gamma: int, rows: list[int] | None = None) -> BlockDr
     return BlockDraw(**fields, uniforms=uniforms[rows] if fields else None)
 
 
+def calibration(gamma: int) -> Calibration:
+    weights = torch.randn(2, 3, gamma, generator=torch.Generator().manual_seed(3))
+    return Calibration([1.0] * gamma, weights=weights, sharpness=SHARPNESS[:gamma])
+
+
 def assert_identical(one, other) -> None:
     assert torch.equal(one.tokens, other.tokens)
     assert torch.equal(one.signal, other.signal)
@@ -137,12 +146,18 @@ def assert_identical(one, other) -> None:
     )
 
 
+SHARPNESS = (1.3, 1.0, 2.5, 0.7, 40.0)
+
+
+@pytest.mark.parametrize("sharpness", [None, SHARPNESS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_one_call_draws_what_token_by_token_draws(worlds, variant, stage, dtype) -> None:
-    """Tokens, margins, confidences and the distributions drawn from, bit for bit."""
+def test_one_call_draws_what_token_by_token_draws(worlds, variant, stage, dtype, sharpness) -> None:
+    """Tokens, log-odds, confidences and the distributions drawn from, bit for bit."""
     drafter = make(variant, worlds, dtype)
+    if sharpness is not None:
+        drafter.calibration = calibration(drafter.gamma)
     assert drafter.model.pack()
     world, slots = scene(drafter, worlds, dtype), list(range(SLOTS))
     draw = block_draw(stage, drafter.gamma)
@@ -169,6 +184,48 @@ def test_a_request_drafts_the_same_alone_and_beside_others(worlds, variant, stag
         assert torch.equal(draft.signal[0], drafts.signal[slot])
         assert torch.equal(draft.confidence_logits[0], drafts.confidence_logits[slot])
         assert all(torch.equal(q[0], p[slot]) for q, p in zip(alone.probs, together.probs, strict=True))
+
+
+def test_a_calibration_sharpens_draws_and_changes_no_logits(worlds) -> None:
+    """q_k is the softmax at T / s_k where T > 0; greedy rows, the signal and the head's own logits stay."""
+    drafter = make("vanilla", worlds, torch.float32)
+    draw, slots = block_draw("temperature", drafter.gamma), list(range(SLOTS))
+    proposed = []
+    for fitted in (None, Calibration([1.0] * drafter.gamma, sharpness=SHARPNESS)):
+        drafter.calibration = fitted
+        sampler = TokenSampler(draw, None)
+        draft = drafter.propose(scene(drafter, worlds, torch.float32).context(slots), sampler)
+        proposed.append((draft, sampler.probs[0]))
+    (plain, q), (sharp, sharper) = proposed
+    warm = draw.temperature > 0
+    expected = q[warm] ** SHARPNESS[0]
+    torch.testing.assert_close(sharper[warm], expected / expected.sum(-1, keepdim=True), rtol=1e-4, atol=1e-7)
+    assert torch.equal(plain.tokens[~warm], sharp.tokens[~warm])
+    assert torch.equal(plain.signal[:, 0], sharp.signal[:, 0])
+    assert torch.equal(plain.confidence_logits[:, 0], sharp.confidence_logits[:, 0])
+
+
+def test_the_signal_is_the_log_odds_of_the_likeliest_token(worlds) -> None:
+    drafter = make("dflash", worlds, torch.float32)
+    world, sampler = scene(drafter, worlds, torch.float32), worlds.RecordingSampler()
+    draft = drafter.propose(world.context([0, 3]), sampler)
+    largest = torch.stack(sampler.logits, 1).softmax(-1).amax(-1)
+    torch.testing.assert_close(draft.signal, torch.log(largest / (1 - largest)), rtol=1e-4, atol=1e-4)
+
+
+def test_confidences_come_out_calibrated(worlds) -> None:
+    """By the weights of each request's own temperature: 0, in between, and the same for 1 and above."""
+    drafter = make("vanilla", worlds, torch.float32)
+    sampler = TokenSampler(block_draw("temperature", drafter.gamma), None)
+    drafter.calibration = Calibration([1.0] * drafter.gamma)
+    raw = drafter.propose(scene(drafter, worlds, torch.float32).context(list(range(SLOTS))), sampler)
+    drafter.calibration = fitted = Calibration([1.0] * drafter.gamma, weights=calibration(drafter.gamma).weights)
+    found = drafter.propose(scene(drafter, worlds, torch.float32).context(list(range(SLOTS))), sampler)
+    inputs = torch.stack([raw.confidence_logits, raw.signal, torch.ones_like(raw.signal)], 1)
+    for row, share in enumerate([0.0, 0.6, 1.0, 1.0, 0.9]):
+        weights = (1 - share) * fitted.weights[0] + share * fitted.weights[1]
+        expected = (weights * inputs[row]).sum(0)
+        torch.testing.assert_close(found.confidence_logits[row], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gated", "rnn"])

@@ -61,7 +61,8 @@ def test_auto_takes_the_shipped_drafter_with_prompt_lookup(
     assert drafter.name == "prompt-lookup+dspark"
     assert "shipped for tiny-llama" in caplog.text
     confidence: Any = confidence_source(drafter, None, "cpu")
-    assert confidence.trained.calibration.host.tolist() == [0.5, 2.0, 3.0]
+    assert confidence.gamma == drafter.gamma
+    assert drafter.trained.calibration.host.tolist() == [0.5, 2.0, 3.0]
     assert isinstance(loaded(target, "prompt-lookup"), PromptLookupDrafter)
     assert loaded(target, "none") is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from surefoot.engine.assembly import confidence_source
 from surefoot.errors import CalibrationError
@@ -16,11 +17,16 @@ from tests.tiny_models import tiny_target
 @pytest.mark.parametrize("gamma", [1, 3, 4])
 def test_first_temperatures(gamma: int, tmp_path: Path) -> None:
     drafter = tiny_drafter(tiny_target(), "dspark", 4)
-    Calibration([1.5, 0.5, 2.0, 3.0]).save(tmp_path / "calibration.json")
+    weights, sharpness = torch.randn(2, 3, 4), torch.tensor([1.5, 1.25, 1.0, 2.0])
+    Calibration([1.5, 0.5, 2.0, 3.0], weights=weights, sharpness=sharpness).save(tmp_path / "calibration.json")
     drafter.gamma = gamma
     source = confidence_source(drafter, tmp_path / "calibration.json", "cpu")
-    assert source.gamma == gamma
-    assert source.calibration.temperatures.tolist() == [1.5, 0.5, 2.0, 3.0][:gamma]
+    assert source.gamma == drafter.calibration.gamma == gamma
+    assert drafter.calibration.temperatures.tolist() == [1.5, 0.5, 2.0, 3.0][:gamma]
+    assert torch.equal(drafter.calibration.weights, weights[..., :gamma])
+    assert torch.equal(drafter.calibration.sharpness, sharpness[:gamma])
+    logits = torch.randn(3, gamma)  # which come out of the drafter calibrated already
+    torch.testing.assert_close(source.confidence(logits, None), torch.sigmoid(logits))
 
 
 @pytest.mark.parametrize("gamma", [2, 4])

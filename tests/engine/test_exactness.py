@@ -16,6 +16,7 @@ from surefoot.drafters.base import Draft, DraftContext
 from surefoot.engine import distribution, step
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.acceptance import Proposal
+from surefoot.speculation.calibration import Calibration
 from tests.engine.engines import build, greedy_oracle, tiny_dspark
 from tests.tiny_models import ARCHITECTURES, tiny_target
 
@@ -163,12 +164,16 @@ LAW_CASES = [
 ]
 
 
-def check_law(drafter: str, width: Any, params: SamplingParams, samples: int, resolution: float) -> None:
+def check_law(
+    drafter: Any, width: Any, params: SamplingParams, samples: int, resolution: float, sharpness: Any = None
+) -> None:
     """Joint law of the first three tokens, chi-square at level 1e-4; a total-variation distance of `resolution` would be
     found with 99 % power. Prompts of one token draft from the first token on, longer ones from the second."""
     target = tiny_target("llama", vocab_size=6, sharpness=4.0)
     for prompt in ([2], [1, 2, 1, 2, 1]):
         engine = build(target, drafter, gamma=2, width=width, max_num_seqs=512, max_model_len=24, check_layout=False)
+        if sharpness is not None:
+            engine.drafter.calibration = Calibration([1.0, 1.0], sharpness=sharpness)
         p_value, freedom, distance = chi_square(engine, target, prompt, params, samples // 2)
         assert distance < resolution
         assert p_value > LEVEL, f"{freedom} degrees of freedom, prompt {prompt}"
@@ -180,6 +185,24 @@ def check_law(drafter: str, width: Any, params: SamplingParams, samples: int, re
 @pytest.mark.parametrize(("drafter", "width", "params"), LAW_CASES)
 def test_sampled_law_is_the_targets(drafter: str, width: Any, params: SamplingParams) -> None:
     check_law(drafter, width, params, SAMPLES, resolution=0.045)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    ("changes", "packed", "width", "params", "sharpness"),
+    [
+        ({}, True, 2, PLAIN, (0.4, 20.0)),
+        ({"draft_vocab_size": 4}, True, "2,1", STAGES, (1.4, 3.0)),
+        ({"markov_head_type": "gated"}, False, None, PROCESSED, (3.0, 0.6)),
+    ],
+)
+def test_sampled_law_at_any_sharpness(
+    changes: dict[str, Any], packed: bool, width: Any, params: SamplingParams, sharpness: tuple[float, float]
+) -> None:
+    """Drawn token by token and, packed, a block at once."""
+    drafter = tiny_dspark(tiny_target("llama", vocab_size=6, sharpness=4.0), 2, **changes)
+    assert not packed or drafter.model.pack()
+    check_law(drafter, width, params, SAMPLES // 2, resolution=0.065, sharpness=sharpness)
 
 
 @pytest.mark.slow
@@ -213,6 +236,19 @@ class TestNegativeControls:
 
         monkeypatch.setattr(distribution.BlockSampler, "proposal", property(unprocessed))
         assert self.failing("dspark", PROCESSED) < LEVEL
+
+    def test_q_before_it_was_sharpened(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        proposal = distribution.BlockSampler.proposal.fget
+
+        def blunt(self: Any) -> Proposal:
+            honest = proposal(self)
+            assert honest.probs is not None
+            q = honest.probs ** (1 / 1.6)
+            return Proposal(q / q.sum(-1, keepdim=True), honest.vocabulary, honest.draft_ids)
+
+        monkeypatch.setattr(distribution.BlockSampler, "proposal", property(blunt))
+        with pytest.raises(AssertionError, match="degrees of freedom"):
+            check_law("dspark", 2, PLAIN, SAMPLES, resolution=0.045, sharpness=(1.6, 1.6))
 
     def test_acceptance_without_the_residual(self, monkeypatch: pytest.MonkeyPatch) -> None:
         honest = step.accept_sampled

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from surefoot.cache.paged import LayerSpec
 from surefoot.drafters.base import Draft, DraftContext, DraftSampler
+from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
@@ -154,6 +155,48 @@ def test_drafting_is_left_out_where_it_loses_and_probed_again() -> None:
     engine.run([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=80))
     assert 2 <= drafter.blocks <= 12
     assert engine.statistics.reasons["nothing_drafted"] > 60
+
+
+class Guesser(ScriptedDrafter):
+    """Without a confidence head; every draft is a token that the target is told never to choose."""
+
+    has_confidence_head = False
+    WRONG = 63
+
+    def __init__(self, gamma: int) -> None:
+        super().__init__(gamma, [0.0] * self.WRONG + [1e4], lambda tokens, k: torch.zeros(tokens.shape[0]))
+
+    def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft:
+        draft = super().propose(context, sampler)
+        return Draft(draft.tokens, signal=torch.full(draft.tokens.shape, 0.1))
+
+
+def test_learning_that_drafts_are_worthless_costs_many_requests_next_to_nothing() -> None:
+    """16 requests, and every row costs: nobody knows yet that the drafts are wrong, and few are asked to find out."""
+    table = CostTable(tuple(range(1, 129)), (tuple(10 + 0.5 * rows for rows in range(1, 129)),))
+    engine = build(tiny_target("llama"), Guesser(4), max_num_seqs=16, table=table, policy={"suspends": False})
+    reports: list[StepReport] = []
+    engine.add_observer(reports.append)
+    params = SamplingParams(temperature=0, max_tokens=60, logit_bias={Guesser.WRONG: -100.0})
+    engine.run([[i, i + 1, i] for i in range(1, 17)], params)
+    steps = [report for report in reports if not report.plan.load.prefill_tokens]
+    assert engine.statistics.blocks.accepted == 0
+    assert max(sum(width == 4 for width in report.outputs.widths) for report in steps) == 2
+    spent = sum(report.plan.predicted_ms or 0.0 for report in steps)
+    plain = sum(table.step_costs(n, n, 1)[0] for n in (len(report.request_ids) for report in steps))
+    assert spent < 1.06 * plain  # every window whole until 64 outcomes are known: 1.13
+    assert any(report.plan.explored == 0 for report in steps[:4])  # a loss is paid off first
+
+
+def test_a_single_request_learns_from_whole_windows() -> None:
+    table = CostTable(tuple(range(1, 129)), (tuple(10 + 0.5 * rows for rows in range(1, 129)),))
+    engine = build(tiny_target("llama"), Guesser(4), max_num_seqs=1, table=table, policy={"suspends": False})
+    request = engine.add_request([1, 2, 1], SamplingParams(temperature=0, max_tokens=8))
+    reports: list[StepReport] = []
+    engine.add_observer(reports.append)
+    while not request.output.finished:
+        engine.step()
+    assert [report.outputs.widths for report in reports][1] == [4]
 
 
 def test_a_breaker_pauses_a_request_whose_drafts_are_rejected() -> None:

@@ -15,7 +15,7 @@ from surefoot.engine.graphs import EagerRunner
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError, CostTableError
 from surefoot.profiling.fingerprint import find_table, fingerprint, load_table, table_path
-from surefoot.profiling.profile import Profile, acceptance_for, buckets_up_to, points_of, profile
+from surefoot.profiling.profile import Profile, Samples, acceptance_for, buckets_up_to, points_of, profile
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.planner import Reason
@@ -96,6 +96,37 @@ def test_the_planner_predicts_what_its_steps_take() -> None:
 def made_up(gamma: int, verify: list[float], draft: float = 0.0) -> Profile:
     rows = tuple(range(1, len(verify) + 1))
     return Profile(CostTable(rows, (tuple(verify),), draft_ms=(draft,)), gamma, 1.0, 10)
+
+
+def test_disturbed_points_do_not_make_their_neighbours_dear() -> None:
+    """Times of 10 + rows, three of them disturbed: a pass is never dearer than a larger one, or than one with more cached."""
+    samples, rows = Samples.empty(), (1, 2, 3, 4, 8)
+    for context, more in ((64, 0.0), (1024, 1.0)):
+        for count in rows:
+            slow = {(64, 3): 40.0, (1024, 8): 9.0}.get((context, count), 0.0)
+            samples.verify[context, count][1] += [10.0 + count + more + slow] * 2
+    for requests, slow in ((1, 7.0), (2, 0.0), (4, 0.0)):
+        samples.draft[requests] += [2.0 + requests + slow, 2.0 + requests]
+        samples.overhead[requests] += [1.0]
+    for depth, slow in ((1, 0.0), (2, 30.0), (3, 0.0)):
+        samples.depth[depth] += [1.0 + depth / 2 + slow]
+    table = samples.table({}, 4)
+    assert table.verify_ms[0] == (11.0, 12.0, 14.0, 14.0, 18.0)
+    assert table.verify_ms[1][:4] == (12.0, 13.0, 14.0, 15.0)
+    assert table.draft_ms == (4.0, 4.0, 6.0)
+    assert table.draft_depth_ms == (1.5, 2.5, 2.5, 4.0)
+    assert samples.unsteady() == pytest.approx(1 / 13)
+
+
+def test_depths_are_measured_for_a_drafter_with_a_model() -> None:
+    for drafter, depths in (("dspark", (1, 2, 3, 4)), ("combined-dspark", (1, 2, 3, 4)), ("prompt-lookup", ())):
+        engine = build(tiny_target("llama"), drafter, max_num_seqs=2, gamma=4)
+        table = profile(engine, budget_s=0.1).table
+        assert table.draft_depths == depths
+        assert len(table.draft_depth_ms) == len(depths)
+        if depths:
+            assert table.draft_depth_ms[-1] == table.draft_ms[0]
+            assert list(table.draft_depth_ms) == sorted(table.draft_depth_ms)
 
 
 def test_the_verdict_is_the_break_even_of_the_full_width() -> None:

@@ -18,7 +18,9 @@ from surefoot.speculation import Calibration, Outcomes, fit_temperatures, prefix
 from surefoot.speculation.calibration import (
     area_under_curve,
     brier_score,
+    error_of_truth,
     expected_calibration_error,
+    fit_weights,
 )
 
 
@@ -166,6 +168,124 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         Calibration.load(tmp_path / "none.json", gamma=1)
 
 
+WEIGHTS = [
+    [[0.5, 0.4], [1.2, 0.9], [-0.3, 0.2]],  # temperature 0: head, signal, bias by position
+    [[0.2, 0.6], [0.7, 1.1], [0.5, -0.4]],  # temperature 1
+]
+
+
+def sampled_blocks(samples: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Logits, signals and temperatures, and accepted lengths that follow `WEIGHTS`."""
+    rng = np.random.default_rng(seed)
+    logits, signal = rng.normal(0.5, 1, (samples, 2)), rng.normal(0, 2, (samples, 2))
+    temperature = rng.choice([0.0, 0.5, 1.0, 1.5], samples)
+    truth = Calibration([1.0, 1.0], weights=WEIGHTS).calibrated(
+        *(torch.tensor(a, dtype=torch.float32) for a in (logits, signal, temperature))
+    )
+    accepted = (rng.random((samples, 2)) < torch.sigmoid(truth).numpy()).cumprod(1).sum(1)
+    return logits, signal, temperature, accepted
+
+
+def test_fitted_weights_are_the_ones_the_outcomes_follow() -> None:
+    logits, signal, temperature, accepted = sampled_blocks(40_000, seed=0)
+    label = accepted[:, None] > np.arange(2)
+    reached = accepted[:, None] >= np.arange(2)
+    weights = fit_weights(logits, signal, temperature, label * 1.0, reached * 1.0)
+    np.testing.assert_allclose(weights, WEIGHTS, atol=0.12)
+    fitted = Calibration([1.0, 1.0], weights=weights)
+    logits, signal, temperature, accepted = sampled_blocks(40_000, seed=1)
+    for heat in (0.0, 0.5, 1.0, 1.5):
+        rows = temperature == heat
+        survival = fitted.survival(logits[rows], signal[rows], temperature[rows])
+        assert all(q.ece < 0.02 for q in quality_by_position(survival, Outcomes(accepted[rows])))
+
+
+def test_chances_and_rates_give_the_weights_that_yes_and_no_give() -> None:
+    """A block counts as often as it was reached, with its chance in place of outcomes; unknown ones not at all."""
+    logits, signal, temperature, accepted = sampled_blocks(3_000, seed=2)
+    label, reached = (accepted[:, None] > np.arange(2)) * 1.0, (accepted[:, None] >= np.arange(2)) * 1.0
+    repeated = [np.repeat(a, 3, 0) for a in (logits, signal, temperature, label, reached)]
+    shared = fit_weights(logits, signal, temperature, label, 3 * reached)
+    np.testing.assert_allclose(fit_weights(*repeated), shared, atol=1e-6)
+    unknown = [np.concatenate([a, a + 7]) for a in (logits, signal, temperature, label)]
+    more = fit_weights(*unknown, np.concatenate([3 * reached, 0 * reached]))
+    np.testing.assert_allclose(more, shared, atol=1e-6)
+
+
+def test_positions_and_temperatures_without_blocks_borrow_from_the_others() -> None:
+    logits, signal, _, accepted = sampled_blocks(5_000, seed=3)
+    cold = np.zeros(len(logits))
+    label, weight = (accepted[:, None] > np.arange(2)) * 1.0, np.array([1.0, 0.0]) * np.ones((len(logits), 1))
+    weights = fit_weights(logits, signal, cold, label, weight)
+    np.testing.assert_allclose(weights[0], weights[1], atol=1e-9)
+    np.testing.assert_allclose(weights[:, :, 0], weights[:, :, 1], atol=0.05)
+
+
+def test_weights_and_sharpness_survive_a_file_an_update_and_a_cut(tmp_path: Path) -> None:
+    fitted = Calibration([2.0, 4.0], weights=WEIGHTS, sharpness=[1.5, 2.0])
+    fitted.save(tmp_path / "calibration.json")
+    saved = json.loads((tmp_path / "calibration.json").read_text())
+    assert saved["confidence"]["sampled"]["signal"] == pytest.approx([0.7, 1.1])
+    assert saved["temperatures"] == [2.0, 4.0]  # what SGLang reads
+    loaded = Calibration.load(tmp_path / "calibration.json", gamma=2)
+    other = Calibration.identity(2)
+    buffer = other.weights
+    other.update(fitted)
+    assert other.weights is buffer
+    for copy in (loaded, other):
+        assert torch.equal(copy.weights, fitted.weights)
+        assert torch.equal(copy.sharpness, fitted.sharpness)
+    short = loaded.first(1)
+    given = torch.tensor([[0.3, -1.0]]), torch.tensor([[2.0, 0.5]]), torch.tensor([0.7])
+    first = short.calibrated(given[0][:, :1], given[1][:, :1], given[2])
+    torch.testing.assert_close(first, loaded.calibrated(*given)[:, :1])
+    assert short.sharpness.tolist() == [1.5]
+    assert loaded.uncalibrated().sharpness.tolist() == [1.5, 2.0]
+    torch.testing.assert_close(loaded.uncalibrated().calibrated(*given), given[0])
+
+
+def test_temperatures_alone_mean_what_they_meant() -> None:
+    """At every sampling temperature, whatever the signal; and no fields that older readers do not know."""
+    plain = Calibration([2.0, 0.5])
+    logits, signal = torch.randn(4, 2), torch.randn(4, 2)
+    for temperature in (None, torch.tensor([0.0, 0.3, 1.0, 2.0])):
+        torch.testing.assert_close(torch.sigmoid(plain.calibrated(logits, signal, temperature)), plain.apply(logits))
+    assert not {"confidence", "draft_sharpness"} & set(plain.to_dict())
+    assert plain.first(1).is_plain
+
+
+def test_calibrating_reads_nothing_from_the_device() -> None:
+    fitted = Calibration([1.0, 1.0], weights=WEIGHTS)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fitted.calibrated(torch.ones(3, 2), torch.ones(3, 2), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("confidence", 3, "greedy and sampled"),
+        ("confidence", {"greedy": {"head": [1.0], "signal": [1.0], "bias": [1.0]}}, "greedy and sampled"),
+        ("confidence", {r: {"head": [1.0], "signal": ["x"], "bias": [1.0]} for r in ("greedy", "sampled")}, "signal"),
+        (
+            "confidence",
+            {r: {"head": [1.0], "signal": [1, 2], "bias": [1]} for r in ("greedy", "sampled")},
+            "gamma numbers",
+        ),
+        (
+            "confidence",
+            {r: {n: [1.0, 2.0] for n in ("head", "signal", "bias")} for r in ("greedy", "sampled")},
+            "shape",
+        ),
+        ("draft_sharpness", "sharp", "list of gamma numbers"),
+        ("draft_sharpness", [1.0, 2.0], "positive numbers"),
+        ("draft_sharpness", [0.0], "positive numbers"),
+    ],
+)
+def test_malformed_weights_and_sharpness_are_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        Calibration.from_dict({"temperatures": [1.0], field: value}, gamma=1)
+
+
 def test_metrics_on_known_values() -> None:
     predicted, outcome = np.array([0.1, 0.4, 0.4, 0.9]), np.array([0.0, 0.0, 1.0, 1.0])
     assert area_under_curve(predicted, outcome) == pytest.approx(3.5 / 4)
@@ -173,6 +293,14 @@ def test_metrics_on_known_values() -> None:
     assert expected_calibration_error(predicted, outcome, bins=2) == pytest.approx((abs(0.9 - 1) + abs(0.9 - 1)) / 4)
     assert math.isnan(area_under_curve(predicted, np.zeros(4)))
     assert expected_calibration_error(np.array([1.0]), np.array([1.0])) == 0.0
+
+
+def test_even_the_truth_shows_an_error_in_few_blocks() -> None:
+    """About sqrt(2 / pi) times a binomial's standard deviation in every bin, and less in more blocks."""
+    few, many = (np.full(count, 0.5) for count in (100, 10_000))
+    assert error_of_truth(few) == pytest.approx(np.sqrt(2 / np.pi) * 0.05, rel=0.5)
+    assert error_of_truth(many) < error_of_truth(few) / 5
+    assert error_of_truth(np.zeros(50)) == 0
 
 
 def test_reliability_bins_hold_every_known_sample_once() -> None:

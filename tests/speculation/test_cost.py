@@ -30,6 +30,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"draft_ms": (1.0, 2.0)}, "2 entries, draft_requests has 1"),
     ({"draft_requests": ()}, "empty"),
     ({"fixed_overhead_ms": math.nan}, "finite"),
+    ({"draft_depths": (1, 2), "draft_depth_ms": (1.0,)}, "1 entries, draft_depths has 2"),
+    ({"draft_depths": (0, 2), "draft_depth_ms": (1.0, 2.0)}, "at least 1"),
     ({"batch_sizes": (1, 2), "batch_overhead_ms": (1.0,)}, "1 entries, batch_sizes has 2"),
     ({"batch_overhead_ms": (1.0,)}, "empty"),
 ]
@@ -258,3 +260,15 @@ def test_meaningless_measurements_are_ignored() -> None:
         assert tracker.observe(1.0, measured) is None
     with pytest.raises(CostTableError, match="scaled"):
         table().scaled(0.0)
+
+
+def test_shallow_drafts_cost_what_as_many_rows_cost() -> None:
+    """D of n requests at depth g is D of n * g rows: below gamma rows from one request's depths, above from requests."""
+    costs = table(draft_requests=(1, 3), draft_ms=(10.0, 22.0), draft_depths=(1, 2, 4), draft_depth_ms=(4.0, 6.0, 10.0))
+    assert [costs.draft_ms_at(1, depth) for depth in (1, 2, 3, 4, 9, None)] == [4.0, 6.0, 8.0, 10.0, 10.0, 10.0]
+    assert [costs.draft_ms_at(2, depth) for depth in (1, 2, 3, 4)] == [6.0, 10.0, 13.0, 16.0]
+    assert costs.draft_ms_at(0, 2) == 0.0
+    assert costs.step_costs(2, 2, 1, depth=1)[0] == costs.step_costs(2, 2, 1)[0] - 10.0
+    assert costs.scaled(2.0).draft_ms_at(1, 2) == 12.0
+    assert CostTable.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+    assert table(draft_ms=(5.0,)).draft_ms_at(1, 1) == 5.0  # never measured

@@ -55,11 +55,20 @@ def test_rarely_reached_positions_borrow_from_the_others() -> None:
     assert torch.isfinite(estimator.parameters).all()
 
 
+def test_explored_blocks_are_the_first_that_have_a_signal() -> None:
+    source = SignalConfidence(LogisticEstimator(GAMMA))
+    signal = torch.tensor([0.0, 3.0, 0.0, 2.0, 4.0]).unsqueeze(1).expand(-1, GAMMA)
+    for explored, certain in ((0, []), (1, [1]), (2, [1, 3]), (9, [1, 3, 4])):
+        confidence = source.confidence(None, signal, explored)
+        others = [row for row in range(5) if row not in certain]
+        assert (confidence[certain] == 1).all()
+        assert torch.equal(confidence[others], source.estimator.estimate(signal)[others])
+
+
 def test_warm_up_asks_for_full_windows_and_comes_back_when_labels_dry_up() -> None:
     rng = np.random.default_rng(0)
     source = SignalConfidence(LogisticEstimator(GAMMA, half_life=256, warm_up=64))
     assert source.warming_up
-    assert (source.confidence(None, torch.rand(5, GAMMA)) == 1).all()
     signal, accepted, widths = blocks(rng, 80)
     source.observe(None, torch.from_numpy(signal), accepted, widths)
     assert not source.warming_up
@@ -70,7 +79,6 @@ def test_warm_up_asks_for_full_windows_and_comes_back_when_labels_dry_up() -> No
         source.observe(None, torch.from_numpy(signal), accepted, widths)
         steps += 1
         assert steps < 200
-    assert (source.confidence(None, torch.rand(5, GAMMA)) == 1).all()
 
 
 def test_estimates_follow_drift() -> None:

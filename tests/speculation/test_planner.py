@@ -153,7 +153,6 @@ def test_the_stale_rule_refuses_current_survivals() -> None:
         ({}, StepLoad(2, [0, 0]), 0, Reason.NOTHING_DRAFTED),
         ({}, StepLoad(2, []), 0, Reason.NOTHING_DRAFTED),
         ({}, StepLoad(2, [3, 2], prefill_tokens=16), 5, Reason.PREFILL),
-        ({}, StepLoad(2, [3, 2], warming_up=True), 5, Reason.COLD),
         ({"forced": ForcedWidths.parse("2,1")}, StepLoad(2, [3, 3]), 3, Reason.FORCED),
         ({"table": None, "forced": ForcedWidths.parse(3)}, StepLoad(2, [3, 1]), 4, Reason.FORCED),
         ({}, StepLoad(2, [3, 3]), 0, Reason.PLANNED),

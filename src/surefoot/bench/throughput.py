@@ -72,7 +72,8 @@ def build_arms(
             chosen,
             width=int(width) if width else None,
             config=config,
-            cost_table=cost_table if kind == "adaptive" else "none",
+            # Fixed widths need none, but the arms share a drafter, which may choose its sources by it.
+            cost_table="none" if chosen is None else cost_table,
             reads_are_free=device.reads_are_free,
         )
         arms.append(Arm(name, Engine(target, chosen, policy, config, device=device)))

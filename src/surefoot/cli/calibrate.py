@@ -1,4 +1,4 @@
-"""`surefoot calibrate`: fit the temperatures of a drafter's confidence head on prompts."""
+"""`surefoot calibrate`: fit how sharply a drafter draws, and its confidences, on prompts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.progress import progress_bar
 from surefoot.cli.report import note, print_json
-from surefoot.errors import CalibrationError
+from surefoot.errors import CalibrationError, ConfigurationError
 from surefoot.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from surefoot.speculation.calibration import PositionQuality
+    from surefoot.speculation.calibration import Calibration, PositionQuality
+    from surefoot.training.measure import Blocks
 
 
 def register(app: typer.Typer) -> None:
@@ -35,22 +35,32 @@ def calibrate(
         typer.Option(
             "--prompts",
             help="JSON lines with 'turns', or text with a prompt a line.",
-            show_default="a small built-in set",
+            show_default="131 built-in ones: code, mathematics, chat",
         ),
     ] = None,
-    temperature: options.Temperature = 0.0,
-    max_tokens: options.MaxTokens = 128,
+    temperatures: Annotated[
+        str, typer.Option("--temperatures", "--temperature", "-t", help="Sampling temperatures to calibrate for.")
+    ] = "0,1",
+    max_tokens: options.MaxTokens = 96,
     seed: options.Seed = 0,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Prompts that run at once.")] = 8,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Prompts that run at once.")] = 16,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Save here.", show_default="beside the drafter")
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Run prompts with every draft verified, fit one temperature per position, and save them beside the drafter."""
-    from surefoot.bench.prompts import read_prompts
+    """Answer prompts with every draft verified, fit sharpness and confidences, and save them beside the drafter.
 
-    asked = read_prompts(prompts)
+    Use prompts that the drafter was not trained on. The answers, at every temperature in turn, take most of the time.
+    """
+    from surefoot.bench.prompts import read_prompts
+    from surefoot.training.prompts import EVERYDAY
+
+    try:
+        heats = tuple(float(part) for part in temperatures.split(","))
+    except ValueError:
+        raise ConfigurationError(f"temperatures is {temperatures!r}; allowed: numbers separated by commas") from None
+    asked = read_prompts(prompts or EVERYDAY)
     path = output or _beside(drafter)
     llm = options.load_llm(
         model,
@@ -65,25 +75,53 @@ def calibrate(
         seed=seed,
         max_num_seqs=max_num_seqs,
     )
-    from surefoot.profiling.calibrate import collect, quality
-    from surefoot.speculation.calibration import Calibration, fit_temperatures
+    from surefoot.profiling.calibrate import collect, require_head
+    from surefoot.training.measure import WEIGHTS, WRITING, Blocks, fit_calibration, weights_digest
+    from surefoot.training.progress import Progress
 
     try:
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-        with progress_bar("collecting") as show:
-            blocks = collect(llm, asked, params, show)
+        head = require_head(llm.engine.drafter)
+        pooled, texts = Blocks(llm.engine.gamma), []
+        with Progress("calibrate", not json) as progress:
+            for number, heat in enumerate(heats):
+                params = SamplingParams(temperature=heat, max_tokens=max_tokens)
+                span = (WRITING * number / len(heats), WRITING * (number + 1) / len(heats))
+                blocks, written = collect(llm, asked, params, progress, span)
+                pooled.merge(blocks)
+                texts += written
+            dataset = str(prompts or "built-in")
+            name = weights_digest(Path(drafter)) if (Path(drafter) / WEIGHTS).is_file() else drafter
+            fitted = fit_calibration(llm.target, head, pooled, texts, progress, dataset=dataset, name=name)
     finally:
         llm.close()
-    logits, outcomes = blocks.logits, blocks.outcomes
-    fitted = fit_temperatures(logits, outcomes, dataset=str(prompts or "built-in"), drafter=drafter)
-    before = quality(logits, outcomes, Calibration.identity(fitted.gamma))
-    after = quality(logits, outcomes, fitted)
     fitted.save(path)
+    found = {heat: _before_and_after(pooled.at(heat), fitted) for heat in dict.fromkeys(heats)}
     if json:
-        print_json({**fitted.to_dict(), "path": path, "before": _plain(before), "after": _plain(after)})
+        both = _before_and_after(pooled, fitted)
+        print_json(
+            {
+                **fitted.to_dict(),
+                "path": path,
+                **{arm: _plain(quality) for arm, quality in both.items()},
+                "by_temperature": {
+                    f"{heat:g}": {arm: _plain(quality) for arm, quality in arms.items()} for heat, arms in found.items()
+                },
+            }
+        )
         return
-    _print(fitted.temperatures.tolist(), before, after)
-    note(f"{len(logits)} blocks of {len(asked)} prompts; saved to {path}")
+    for heat, arms in found.items():
+        _print(heat, arms["before"], arms["after"])
+    if fitted.sharpness is not None:
+        note(
+            "sharpness of the draws at temperatures above 0: " + ", ".join(f"{s:g}" for s in fitted.sharpness.tolist())
+        )
+    note(f"{len(pooled.accepted)} blocks of {len(asked)} prompts; saved to {path}")
+
+
+def _before_and_after(blocks: Blocks, fitted: Calibration) -> dict[str, list[PositionQuality]]:
+    from surefoot.training.measure import arms_of
+
+    return {arm: blocks.quality(judge) for arm, judge in arms_of(blocks, fitted).items()}
 
 
 def _beside(drafter: str) -> Path:
@@ -106,20 +144,37 @@ def _plain(positions: list[PositionQuality]) -> list[dict[str, object]]:
         return None if value != value else value
 
     return [
-        {"position": p.position, "count": p.count, "ece": p.ece, "brier": finite(p.brier), "auc": finite(p.auc)}
+        {
+            "position": p.position,
+            "count": p.count,
+            "ece": p.ece,
+            "ece_by_chance": p.chance,
+            "brier": finite(p.brier),
+            "auc": finite(p.auc),
+        }
         for p in positions
     ]
 
 
-def _print(temperatures: list[float], before: list[PositionQuality], after: list[PositionQuality]) -> None:
+def _print(temperature: float, before: list[PositionQuality], after: list[PositionQuality]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    headings = ("position", "blocks", "temperature", "ECE %\nbefore", "ECE %\nafter", "AUC\nbefore", "AUC\nafter")
-    for heading in headings:
+    table = Table(
+        box=None, header_style="bold", padding=(0, 2, 0, 0), title=f"temperature {temperature:g}", title_justify="left"
+    )
+    for heading in (
+        "position",
+        "blocks",
+        "ECE %\nbefore",
+        "ECE %\nafter",
+        "ECE %\nby chance",
+        "AUC\nbefore",
+        "AUC\nafter",
+    ):
         table.add_column(heading, justify="right")
-    for temperature, old, new in zip(temperatures, before, after, strict=True):
-        figures = (f"{100 * old.ece:.1f}", f"{100 * new.ece:.1f}", f"{old.auc:.3f}", f"{new.auc:.3f}")
-        table.add_row(str(old.position), str(old.count), f"{temperature:.2f}", *figures)
+    for old, new in zip(before, after, strict=True):
+        errors = (f"{100 * error:.1f}" for error in (old.ece, new.ece, new.chance))
+        figures = (*errors, f"{old.auc:.3f}", f"{new.auc:.3f}")
+        table.add_row(str(old.position), str(old.count), *figures)
     Console().print(table, highlight=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
+from surefoot.cli.profile import measure_missing
 from surefoot.cli.report import note, output_as_dict, planner_note, print_json, statistics_line
 from surefoot.errors import SurefootError
 from surefoot.sampling import SamplingParams
@@ -75,6 +76,7 @@ def chat(
     try:
         conversation = Conversation(llm, params, system)
         conversation.check()
+        measure_missing(llm, cost_table)
         if sys.stdin.isatty():
             _talk(conversation, stats)
         else:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from surefoot.cli import options
+from surefoot.cli.profile import measure_missing
 from surefoot.cli.prompts import DEMO_PROMPTS, DemoPrompt
 from surefoot.cli.report import accepted_length, histogram_text, note, planner_note, print_json, width_histogram
 from surefoot.errors import ConfigurationError
@@ -78,6 +79,7 @@ def demo(
         quantize=quantize,
     )
     try:
+        measure_missing(llm, cost_table)
         for prompt in DEMO_PROMPTS[:1]:  # compiles kernels, touches every weight; not measured
             for arm in (TARGET_ONLY, SPECULATIVE):
                 _drain(start(llm, prompt, SamplingParams(temperature=temperature, max_tokens=WARM_UP_TOKENS), arm))

@@ -12,7 +12,12 @@ from surefoot.cli.progress import progress_bar
 from surefoot.cli.report import note, print_json
 
 if TYPE_CHECKING:
+    from surefoot.llm import LLM
     from surefoot.profiling.profile import Profile
+
+QUICK_SECONDS = 6.0
+UNSTEADY = 0.25
+"""Share of points whose repeats differ widely from which on the user is told."""
 
 
 def register(app: typer.Typer) -> None:
@@ -66,6 +71,7 @@ def profile(
                 "seconds": found.seconds,
                 "steps": found.steps,
                 "repeats": found.repeats,
+                "unsteady": found.unsteady,
                 "break_even": {width: found.break_even(width) for width in range(1, found.gamma + 1)},
                 "verdict": found.verdict,
             }
@@ -74,6 +80,20 @@ def profile(
     print_profile(found)
     note(f"{found.steps} steps in {found.seconds:.1f} s, each point {found.repeats[0]} to {found.repeats[1]} times")
     note(f"saved to {path}")
+    if found.unsteady > UNSTEADY:
+        note(
+            f"the repeats of {found.unsteady:.0%} of the points lie far apart: something else was running. "
+            "Measure again on an idle machine"
+        )
+
+
+def measure_missing(llm: LLM, cost_table: str) -> None:
+    """Where `auto` has found no cost table, measure one now: once per machine and engine, a few seconds."""
+    if cost_table != "auto" or not llm.lacks_cost_table:
+        return
+    with progress_bar("measuring this machine, once") as show:
+        found = llm.profile(QUICK_SECONDS, progress=show)
+    note(f"cost table measured in {found.seconds:.0f} s and saved; 'surefoot profile' measures longer")
 
 
 def print_profile(found: Profile) -> None:
@@ -102,4 +122,7 @@ def print_profile(found: Profile) -> None:
         draft = f"{table.draft_ms_at(requests):.2f}" if found.gamma else "–"
         rest.add_row(str(requests), draft, f"{table.overhead_ms_at(requests):.2f}")
     console.print(rest, highlight=False)
+    if table.draft_depths:
+        depths = ", ".join(f"{depth}: {table.draft_ms_at(1, depth):.2f}" for depth in table.draft_depths)
+        console.print(f"draft pass of one request, ms by tokens drafted: {depths}", highlight=False, soft_wrap=True)
     console.print(found.verdict, highlight=False, soft_wrap=True)

@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 class DraftSampler(Protocol):
     """Draws the block left to right; given to the drafter by the engine so that q gets the processing that p gets."""
 
-    def draw(self, k: int, logits: Tensor) -> Tensor:
+    def temperatures(self) -> Tensor | None:
+        """[R] float32, the sampling temperature of each request; None where all are 0."""
+        ...
+
+    def draw(self, k: int, logits: Tensor, sharpness: Tensor | None = None) -> Tensor:
         """Draw x_k from the processed softmax of `logits` and remember that distribution as q_k.
 
         Args:
             k: position in the block, 1 ... gamma; calls come in order.
             logits: [R, V_draft] float32 corrected draft logits given the context and x_<k. Column j is the token
                 `vocabulary[j]` of the target (identity without a reduced vocabulary).
+            sharpness: [] float32 > 0; the draw is made at the request's temperature divided by it (None: 1). q_k is what
+                was really drawn from, so that any value is exact.
 
         Returns:
             [R] int64 drafted tokens as *target* ids.
@@ -75,6 +81,7 @@ class DraftContext:
     history: Tensor  # [S, L] int64, token history of every slot; history[s, :length + 1] is committed
     cache: PagedCache | None
     max_length: int  # an upper bound of lengths, known on the host
+    depth: int | None = None  # most tokens wanted of a block; a model may then run a shorter one (None: gamma)
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,10 @@ class Draft:
 
     tokens: Tensor  # [R, gamma] int64 target ids
     lengths: Tensor | None = None  # [R] int64, tokens really proposed (None: gamma everywhere)
-    confidence_logits: Tensor | None = None  # [R, gamma] float32 of a confidence head, uncalibrated (None: no head)
+    # [R, gamma] float32 of a confidence head, calibrated where the drafter was given a calibration (None: no head)
+    confidence_logits: Tensor | None = None
     signal: Tensor | None = (
-        None  # [R, gamma] float32 for the online estimator: top-2 margin of q_k, or the match length
+        None  # [R, gamma] float32 for estimates: log-odds of the likeliest token, or the match length
     )
     point_mass: bool = False  # q is 1 on `tokens`; the sampler was not used
     # Of a drafter that has several sources (`combined.py`):

@@ -65,10 +65,14 @@ class TokenSampler:
     def __init__(self, how: BlockDraw, vocabulary: Tensor | None) -> None:
         self.how, self.vocabulary = how, vocabulary
 
-    def draw(self, k: int, logits: Tensor) -> Tensor:
+    def temperatures(self) -> Tensor | None:
+        return self.how.temperature
+
+    def draw(self, k: int, logits: Tensor, sharpness: Tensor | None = None) -> Tensor:
         if self.how.temperature is None or self.how.uniforms is None:
             return self._words(argmax_rows(logits))
-        return self._words(sample_rows(softmax_rows(logits, self.how.temperature), self.how.uniforms[:, k - 1]))
+        temperature = self.how.temperature if sharpness is None else self.how.temperature / sharpness
+        return self._words(sample_rows(softmax_rows(logits, temperature), self.how.uniforms[:, k - 1]))
 
     def only(self, rows: Tensor) -> None:
         raise NotImplementedError("all requests draft here")

@@ -34,7 +34,7 @@ class CombinedDrafter:
     step, so a draft after any number of lookups is the one of a drafter that never paused.
 
     A draft's `signal` is the match length; its `confidence_logits` are the trained drafter's (its signal, if it has no
-    head), NaN where it did not draft.
+    head), NaN where it did not draft; None where its model did not run.
     """
 
     def __init__(
@@ -86,7 +86,6 @@ class CombinedDrafter:
         reads_are_free = match.device.type == "cpu" if self.reads_are_free is None else self.reads_are_free
         looked_up = self.choice.decide(match, context.max_length, skips_model=reads_are_free)  # [R]
         source = torch.where(found.lengths > 0, LOOKUP, NOBODY)
-        logits = torch.full_like(found.signal, torch.nan)
         count = len(match)
         if reads_are_free:
             rows = (~looked_up).nonzero().squeeze(1)
@@ -97,7 +96,7 @@ class CombinedDrafter:
         elif self.choice.model_rests:
             count = 0
         if not count:
-            return replace(found, confidence_logits=logits, source=source, model_rows=0)
+            return replace(found, source=source, model_rows=0)
 
         trained = self.trained.propose(context, sampler)
         evidence = trained.confidence_logits if self.has_confidence_head else trained.signal
@@ -107,6 +106,7 @@ class CombinedDrafter:
         else:
             drawn = torch.arange(count, device=match.device)
         row, mine, gamma = drawn.clamp(min=0), looked_up.unsqueeze(1), self.trained.gamma
+        logits = torch.full_like(found.signal, torch.nan)
         logits[:, :gamma] = torch.where(mine, torch.nan, evidence[row])
         tokens = found.tokens.clone()
         tokens[:, :gamma] = torch.where(mine, tokens[:, :gamma], trained.tokens[row])

@@ -96,6 +96,11 @@ class DSparkConfig(BaseModel):
         description="Words the drafter can propose; `d2t` [draft_vocab_size] holds target id minus draft id. "
         "None: all of the target's.",
     )
+    shorter_blocks: bool = Field(
+        False,
+        description="A block may run without its last slots where fewer tokens are wanted. Attention inside a block is "
+        "bidirectional, so that this is a claim about the weights: true for those trained here, which lose nothing by it.",
+    )
     weight_storage: Literal["native", "int8"] = Field(
         "native",
         description="int8: every matrix is stored as int8 with one float32 scale a row, `<name>_scale` (symmetric, "

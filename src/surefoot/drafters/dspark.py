@@ -8,6 +8,7 @@ talks to).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,14 +25,19 @@ from surefoot.kernels.attention import paged_attention
 from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm
 from surefoot.kernels.elementwise import rotary as rotate_rows
 from surefoot.kernels.linear import PackedLinear
+from surefoot.kernels.sampling import softmax_rows
 from surefoot.kernels.sequential import draft_block
 
 if TYPE_CHECKING:
     from surefoot.kernels.packing import FlatBatch
+    from surefoot.speculation.calibration import Calibration
     from surefoot.targets.target import Target
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [..., rotary_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, block's q, k, v [..., H, D]) -> [..., Hq, D]
+
+CERTAIN = 1e-6
+"""Probabilities nearer to 0 or 1 than this count as this near, so that log-odds stay finite."""
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -431,14 +437,15 @@ class DSparkModel(nn.Module):
             hidden = layer(hidden, rotations[layer.layer_type], attend)
         return self.norm(hidden)
 
-    def block_tokens(self, anchors: Tensor) -> Tensor:
-        """Anchor tokens [...] -> inputs of their blocks [..., block_size]."""
+    def block_tokens(self, anchors: Tensor, size: int | None = None) -> Tensor:
+        """Anchor tokens [...] -> inputs of their blocks [..., size]; as trained, `block_size` of them."""
         masks = self.config.mask_token_id
-        return F.pad(anchors.unsqueeze(-1), (0, self.config.block_size - 1), value=masks)
+        return F.pad(anchors.unsqueeze(-1), (0, (size or self.config.block_size) - 1), value=masks)
 
-    def block_positions(self, anchor_positions: Tensor) -> Tensor:
-        """Positions of anchors [...] -> positions of their slots [..., block_size]."""
-        return anchor_positions.unsqueeze(-1) + torch.arange(self.config.block_size, device=anchor_positions.device)
+    def block_positions(self, anchor_positions: Tensor, size: int | None = None) -> Tensor:
+        """Positions of anchors [...] -> positions of their slots [..., size]; as trained, `block_size` of them."""
+        slots = torch.arange(size or self.config.block_size, device=anchor_positions.device)
+        return anchor_positions.unsqueeze(-1) + slots
 
     def forward(
         self,
@@ -512,10 +519,11 @@ def block_mask(
 class DSparkDrafter:
     """`Drafter` over a `DSparkModel`: keeps the projected context in the paged cache and drafts one block per call.
 
-    A draft step projects the rows just committed and the block, never the whole context again. The block always runs
-    at its trained length, because attention inside it is bidirectional and a shorter one would be another model; a
-    smaller gamma only draws fewer tokens from it. Its keys and values pass through the `block_slots` cache slots from
-    the anchor on, which `extend` overwrites once the target has run there.
+    A draft step projects the rows just committed and the block, never the whole context again. The block runs at its
+    trained length, because attention inside it is bidirectional and a shorter one is another model; fewer tokens (a smaller
+    gamma, or `DraftContext.depth`) are only drawn from it, unless the configuration says that it bears `shorter_blocks`.
+    Its keys and values pass through the `block_slots` cache slots from the anchor on, which `extend` overwrites once the
+    target has run there.
     """
 
     def __init__(self, model: DSparkModel, gamma: int | None = None, *, origin: str = "") -> None:
@@ -536,6 +544,7 @@ class DSparkDrafter:
                 f"allowed are 1 to {config.gamma}"
             )
         self.model, self.config, self.name = model, config, config.kind
+        self.calibration: Calibration | None = None  # of this gamma; replaced as a whole or updated in place
         self.feature_layers = config.target_layer_ids
         self.block_slots = config.block_size
         self.cache_layers = tuple(
@@ -576,20 +585,33 @@ class DSparkDrafter:
 
     @torch.no_grad()
     def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft:
-        """Draft gamma tokens behind each anchor; `signal` is the top-2 margin of q_k's logits."""
+        """Draft gamma tokens behind each anchor; `signal` is the log-odds of the likeliest token in the softmax of
+        the corrected logits: how far it stands out from all others together, whatever the request's temperature.
+
+        With a `calibration`, positions are drawn as sharply as it says, and confidences come out calibrated.
+        """
         anchor = context.history[context.slots, context.lengths]
-        block = self.block_hidden(context, anchor)
+        depth = self.gamma if context.depth is None else min(context.depth, self.gamma)
         first, confidence_head = self.config.first_slot, self.model.confidence_head
-        hidden = block[:, first : first + self.gamma]
+        block = self.block_hidden(context, anchor, first + depth if self.config.shorter_blocks else None)
+        hidden = block[:, first : first + depth]
         base = self.model.head_logits(hidden)
         drawn = self._draw_at_once(base, anchor, sampler) if isinstance(sampler, BlockwiseSampler) else None
-        tokens, margins = drawn or self._draw_by_token(base.to(torch.float32), anchor, block, sampler)
+        tokens, largest = drawn or self._draw_by_token(base.to(torch.float32), anchor, block, sampler)
+        signal = torch.logit(largest, eps=CERTAIN)
         previous = torch.cat([anchor.unsqueeze(1), tokens[:, :-1]], 1)
         scores = None if confidence_head is None else self._scores(confidence_head, hidden, previous)
-        return Draft(tokens=tokens, confidence_logits=scores, signal=margins)
+        lengths, missing = None, self.gamma - depth
+        if missing:
+            lengths = torch.full_like(anchor, depth)
+            tokens, signal = F.pad(tokens, (0, missing)), F.pad(signal, (0, missing))
+            scores = None if scores is None else F.pad(scores, (0, missing))
+        if scores is not None and self.calibration is not None:
+            scores = self.calibration.calibrated(scores, signal, sampler.temperatures())
+        return Draft(tokens=tokens, lengths=lengths, confidence_logits=scores, signal=signal)
 
     def _draw_at_once(self, base: Tensor, anchor: Tensor, sampler: BlockwiseSampler) -> tuple[Tensor, Tensor] | None:
-        """Tokens and margins, [R, gamma] each, in one native call; None where the head or the sampler does not allow it."""
+        """Tokens and largest probabilities, [R, gamma] each, in one native call; None where that cannot be."""
         markov, correction = self.model.markov_head, None
         if markov is not None:
             correction = markov.table_and_product
@@ -598,31 +620,40 @@ class DSparkDrafter:
         draw = sampler.block_draw() if native.usable(base) else None
         if draw is None:
             return None
-        ids, margins, probs = draft_block(base, anchor, correction, self.vocabulary, **vars(draw))
-        return sampler.take(ids, probs), margins
+        sharpness = None if draw.temperature is None else self._sharpness
+        depth = base.shape[1]
+        if draw.uniforms is not None:
+            draw = replace(draw, uniforms=draw.uniforms[:, :depth].contiguous())
+        sharpness = None if sharpness is None else sharpness[:depth]
+        ids, largest, probs = draft_block(base, anchor, correction, self.vocabulary, **vars(draw), sharpness=sharpness)
+        return sampler.take(ids, probs), largest
 
     def _draw_by_token(
         self, base: Tensor, anchor: Tensor, block: Tensor, sampler: DraftSampler
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and margins, [R, gamma] each, position by position."""
-        first, markov = self.config.first_slot, self.model.markov_head
+        """Tokens and largest probabilities, [R, gamma] each, position by position."""
+        first, markov, sharpness = self.config.first_slot, self.model.markov_head, self._sharpness
         previous, state = anchor, anchor.new_empty(0)
         if markov is not None:
             start = markov.embed(anchor)
             state = markov.initial_state(start)
             if first:  # a recurrent state is trained through the anchor's slot as well
                 _, state = markov.step(start, block[:, 0], state)
-        tokens, margins = [], []
-        for k in range(self.gamma):
+        tokens, largest = [], []
+        for k in range(base.shape[1]):
             logits = base[:, k]
             if markov is not None:
                 latent, state = markov.step(markov.embed(previous), block[:, first + k], state)
                 logits = logits + markov.bias(latent)
-            top = logits.topk(2, dim=-1).values
-            margins.append(top[:, 0] - top[:, 1])
-            previous = sampler.draw(k + 1, logits)
+            largest.append(_largest_probability(logits))
+            previous = sampler.draw(k + 1, logits) if sharpness is None else sampler.draw(k + 1, logits, sharpness[k])
             tokens.append(previous)
-        return torch.stack(tokens, 1), torch.stack(margins, 1)
+        return torch.stack(tokens, 1), torch.stack(largest, 1)
+
+    @property
+    def _sharpness(self) -> Tensor | None:
+        """[gamma], or None where every position is drawn as it is."""
+        return None if self.calibration is None else self.calibration.sharpness
 
     def _scores(self, head: ConfidenceHead, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits of c_k, [R, gamma], from h_k and x_{k-1}."""
@@ -633,16 +664,16 @@ class DSparkDrafter:
             return head(hidden, embedded)
         # torch's products may round a row differently beside another number of rows: gamma must not matter.
         return torch.stack(
-            [head(hidden[:, k], None if embedded is None else embedded[:, k]) for k in range(self.gamma)], 1
+            [head(hidden[:, k], None if embedded is None else embedded[:, k]) for k in range(hidden.shape[1])], 1
         )
 
-    def block_hidden(self, context: DraftContext, anchor: Tensor) -> Tensor:
-        """Hidden states of all slots of all blocks, [R, block_size, d]."""
-        cache, size = context.cache, self.config.block_size
+    def block_hidden(self, context: DraftContext, anchor: Tensor, size: int | None = None) -> Tensor:
+        """Hidden states of the first `size` slots of all blocks (default: all that it was trained with), [R, size, d]."""
+        cache, size = context.cache, size or self.config.block_size
         assert cache is not None
         table = cache.block_tables[cache.drafter_group]
         capacity = table.shape[1] * cache.block_size
-        positions = self.model.block_positions(context.lengths)  # [R, block_size]
+        positions = self.model.block_positions(context.lengths, size)  # [R, size]
         row_slot = context.slots.unsqueeze(1).expand_as(positions).flatten()
         # Slots of the block that a full-length request has no room for are drafted into the void, the scratch block.
         inside = (positions < capacity).flatten()
@@ -678,7 +709,7 @@ class DSparkDrafter:
             ]
             return torch.stack(causal, 1).flatten(0, 1)
 
-        tokens = self.model.block_tokens(anchor).flatten()
+        tokens = self.model.block_tokens(anchor, size).flatten()
         return self.model.backbone(tokens, flat, attend, self._position_limit(cache)).unflatten(0, (-1, size))
 
     def _position_limit(self, cache: PagedCache) -> int:
@@ -693,6 +724,13 @@ class DSparkDrafter:
 def _store(storage: tuple[Tensor, Tensor], slots: Tensor, key_value: tuple[Tensor, Tensor]) -> None:
     for kept, new in zip(storage, key_value, strict=True):
         kept.index_copy_(0, slots, new.to(kept.dtype))
+
+
+def _largest_probability(logits: Tensor) -> Tensor:
+    """Of softmax(logits), [R, V] float32 -> [R]."""
+    if native.usable(logits):
+        return softmax_rows(logits).amax(-1)
+    return torch.exp(logits.amax(-1) - logits.logsumexp(-1))
 
 
 def _packed(layers: list[nn.Linear], int8: set[nn.Module]) -> PackedLinear:

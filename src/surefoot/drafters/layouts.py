@@ -38,6 +38,7 @@ _IMPLIED = (
     "sample_from_anchor",
     "sliding_window_non_causal",
     "weight_storage",
+    "shorter_blocks",
 )
 _DEFAULTS = {name: DSparkConfig.model_fields[name].default for name in _IMPLIED}
 _HEAD_FIELDS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")

@@ -145,6 +145,7 @@ def make_policy(
         forced=forced,
         confidence=confidence_source(drafter, calibration, target.device) if drafter else None,
         planner=planner or ("stopping" if reads_are_free else "stale"),
+        model_gamma=drafter.trained.gamma if isinstance(drafter, CombinedDrafter) else None,
         # A combined drafter rests its model where it does not pay, and goes on looking up.
         **{"table": table, "suspends": not isinstance(drafter, CombinedDrafter), **options},
     )
@@ -180,24 +181,23 @@ def confidence_source(drafter: Drafter, calibration: str | Path | None, device: 
     if calibration is None and (beside := Path(getattr(drafter, "origin", "")) / CALIBRATION_FILE).is_file():
         calibration = beside
     if calibration is None:
-        temperatures = Calibration.identity(drafter.gamma, device)
+        fitted = Calibration.identity(drafter.gamma, device)
     else:
-        temperatures = _load_calibration(Path(calibration), drafter, device)
-    return HeadConfidence(temperatures, estimator)
+        fitted = _load_calibration(Path(calibration), drafter, device)
+    if isinstance(drafter, DSparkDrafter):  # draws by it, and its logits come out calibrated
+        drafter.calibration, fitted = fitted, Calibration.identity(drafter.gamma, device)
+    return HeadConfidence(fitted, estimator)
 
 
 def _load_calibration(path: Path, drafter: Drafter, device: torch.device | str) -> Calibration:
-    """Temperatures for the drafter's gamma: its own file, or the first ones of a file for the whole block it was trained on.
-
-    A position's temperature was fitted with the earlier ones alone, so a shorter draft needs no fit of its own.
-    """
+    """For the drafter's gamma: its own file, or the first positions of a file for the whole block it was trained on."""
     whole: int = getattr(getattr(drafter, "config", None), "gamma", drafter.gamma)
     try:
         return Calibration.load(path, drafter.gamma, device)
     except CalibrationError:
         if whole == drafter.gamma:
             raise
-    return Calibration(Calibration.load(path, whole).temperatures[: drafter.gamma], device=device)
+    return Calibration.load(path, whole, device).first(drafter.gamma)
 
 
 def check_drafter(drafter: str | Path | Drafter | None, gamma: int | None) -> None:

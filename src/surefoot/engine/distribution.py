@@ -127,6 +127,7 @@ def processed(
     seen: Tensor,
     vocabulary: Tensor | None = None,
     target_size: int | None = None,
+    sharpness: Tensor | None = None,
 ) -> Tensor:
     """Distribution each row is sampled from.
 
@@ -139,6 +140,7 @@ def processed(
         seen: [N] int64, tokens of the history in front of the token to be drawn.
         vocabulary: [V] int64 target id of each column (None: identity).
         target_size: target ids in `vocabulary` are below this; needed with it.
+        sharpness: [] float32 > 0, divides the temperature (None: 1).
 
     Returns:
         [N, V] float32, rows sum to 1.
@@ -160,7 +162,8 @@ def processed(
         else:
             assert target_size is not None
             logits = logits + logits.new_zeros(logits.shape[0], target_size).scatter_add(1, ids, values)[:, vocabulary]
-    probs = softmax_rows(logits, params.temperature[slots])
+    temperature = params.temperature[slots]
+    probs = softmax_rows(logits, temperature if sharpness is None else temperature / sharpness)
     if (flags.top_k or flags.top_p or flags.min_p) and native.usable(probs):
         return filter_rows(
             probs,
@@ -214,7 +217,10 @@ class BlockSampler:
         self._slots, self._lengths, self._steps = self._slots[rows], self._lengths[rows], self._steps[rows]
         self._draft_ids = self._draft_ids[rows]
 
-    def draw(self, k: int, logits: Tensor) -> Tensor:
+    def temperatures(self) -> Tensor | None:
+        return None if self._flags.greedy else self._params.temperature[self._slots]
+
+    def draw(self, k: int, logits: Tensor, sharpness: Tensor | None = None) -> Tensor:
         if self._flags.greedy:
             index = argmax_rows(logits)
         else:
@@ -228,6 +234,7 @@ class BlockSampler:
                 seen,
                 vocabulary=self._vocabulary,
                 target_size=self._target_size,
+                sharpness=sharpness,
             )
             if self._probs is None:
                 self._probs = probs.new_zeros(probs.shape[0], self._gamma, probs.shape[1])

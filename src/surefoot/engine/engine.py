@@ -10,6 +10,7 @@ from typing import Any
 from surefoot.cache.blocks import BlockManager
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Drafter
+from surefoot.drafters.combined import CombinedDrafter
 from surefoot.engine.clock import laps_for
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
@@ -23,6 +24,7 @@ from surefoot.engine.step import DecodeStep, StepInputs
 from surefoot.engine.trace import StepObserver, StepReport
 from surefoot.errors import ConfigurationError, RequestError
 from surefoot.sampling import SamplingParams
+from surefoot.speculation.cost import CostTable
 from surefoot.speculation.statistics import Statistics
 from surefoot.targets.target import Target
 
@@ -141,6 +143,12 @@ class Engine:
             "blocks_used": [pool.num_used for pool in self.blocks.pools],
             "blocks_total": [pool.num_blocks - 1 for pool in self.blocks.pools],
         }
+
+    def use_table(self, table: CostTable) -> None:
+        """Plan with another cost table from the next step on."""
+        self.policy.use_table(table)
+        if isinstance(self.drafter, CombinedDrafter):
+            self.drafter.choice.table = table
 
     def describe(self) -> dict[str, Any]:
         """What the engine was assembled from."""
@@ -281,6 +289,8 @@ class Engine:
             budget=plan.budget,
             decide=plan.decide,
             forced=plan.forced,
+            explored=plan.explored,
+            depth=plan.depth,
             flags=SamplingFlags.union((part.request.flags for part in emitting), self.device.reads_are_free),
             updates=schedule.updates,
             max_length=max(part.request.num_cached + part.request.in_flight for part in parts),

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from surefoot.engine.device import HostOutputs
@@ -23,14 +25,16 @@ from surefoot.engine.request import Request
 from surefoot.engine.scheduler import Scheduled
 from surefoot.engine.step import StepInputs
 from surefoot.errors import ConfigurationError
-from surefoot.speculation.breaker import Breaker
+from surefoot.kernels.planning import admit
+from surefoot.speculation.breaker import Breaker, BreakerState
 from surefoot.speculation.cost import CostTable, DriftTracker
+from surefoot.speculation.depth import DraftDepth
 from surefoot.speculation.estimator import ConfidenceSource
+from surefoot.speculation.exploration import Exploration
 from surefoot.speculation.planner import (
     CausalPlanner,
     Decision,
     ForcedWidths,
-    Reason,
     StalePlanner,
     StepLoad,
     StoppingPlanner,
@@ -48,7 +52,8 @@ SUSPEND_MARGIN = 0.02
 lookup) always looks, since its published confidence says little about the next step's match."""
 SETTLE_EVERY = 32
 """Steps whose statistics are counted together."""
-SEARCHED = (Reason.PLANNED, Reason.FULL, Reason.SMALL_GAIN, Reason.COLD)
+LEARN_EVERY = 4
+"""Steps that the confidence source is told about together, where the host's time counts."""
 
 
 @dataclass
@@ -61,6 +66,8 @@ class Plan:
     load: StepLoad
     decision: Decision | None = None  # None until the step has asked (`decide`)
     decide: Callable[[Tensor, Tensor], Decision] | None = None  # survival [D, gamma], limits [D] -> K, widths
+    explored: int = 0  # blocks whose windows stay whole, because the confidence source is warming up
+    depth: int | None = None  # tokens drafted of each block (None: gamma)
     suspended: bool = False  # nobody is drafted because drafting does not pay
     paused: int = 0  # requests whose breaker is open
     seats: list[Seat] = field(default_factory=list)  # [D] where their survivals are published
@@ -76,6 +83,60 @@ class Plan:
         if self.decision is None or self.decision.widths is None:
             return None
         return list(self.decision.widths)
+
+
+class Observed(NamedTuple):
+    """A step that the statistics have not counted yet."""
+
+    plan: Plan
+    outputs: HostOutputs
+    proposed: list[int]  # [D] tokens the drafter really proposed
+    kept: list[int]  # [E]
+    measured_ms: float
+    breakers: Counter[BreakerState]
+
+    @property
+    def sources(self) -> list[str | None]:
+        return self.outputs.sources or [None] * len(self.proposed)
+
+    def record(self) -> StepRecord:
+        plan, outputs, kept, count = self.plan, self.outputs, self.kept, len(self.proposed)
+        assert plan.decision is not None  # the step has asked
+        return StepRecord(
+            blocks=[
+                *map(BlockRecord, self.proposed, outputs.widths, outputs.accepted[:count], kept[:count], self.sources),
+                *(BlockRecord(0, 0, 0, tokens) for tokens in kept[count:]),
+            ],
+            reason=plan.decision.reason,
+            stale_lag=plan.decision.stale_lag,
+            predicted_ms=plan.predicted_ms,
+            measured_ms=self.measured_ms,
+            graph_hit=outputs.replayed,
+            prefill=plan.load.prefill_tokens > 0,
+            breakers=self.breakers,
+        )
+
+
+class Lesson(NamedTuple):
+    """What became of the blocks of a step, for the confidence source."""
+
+    logits: Tensor | None  # [D, gamma]
+    signal: Tensor | None  # [D, gamma]
+    accepted: list[int]  # [D]
+    widths: list[int]  # [D]
+
+
+def _joined(parts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor | None:
+    """All parts below each other; NaN in the rows of a part that is None, None where every part is."""
+    given = next((part for part in parts if part is not None), None)
+    if given is None:
+        return None
+    return torch.cat(
+        [
+            given.new_full((count, given.shape[1]), torch.nan) if part is None else part
+            for part, count in zip(parts, rows, strict=True)
+        ]
+    )
 
 
 def width_limit(request: Request) -> int:
@@ -103,10 +164,12 @@ class WidthPolicy:
         max_width: int | None = None,
         trim_beside_prefill: bool = False,
         suspends: bool = True,
+        model_gamma: int | None = None,
     ) -> None:
         """
         Args:
             suspends: leave drafting out where it promises a loss; False for a drafter that knows when to rest its model.
+            model_gamma: tokens of a whole block of the drafter's model (None: gamma).
         """
         settings: dict[str, Any] = {
             "gamma": gamma,
@@ -121,21 +184,27 @@ class WidthPolicy:
         if planner == "causal":
             self.current = CausalPlanner(**settings)
         elif planner == "stopping":
-            self.current = StoppingPlanner(**settings)
+            self.current = StoppingPlanner(**settings, rule=admit)
         elif planner != "stale":
             raise ConfigurationError(f"planner is {planner!r}; allowed: stale, causal, stopping")
         self.gamma, self.planner_name = gamma, planner
         self.confidence = confidence
         self.board = ConfidenceBoard(num_slots, gamma)
-        self._nobody = self.board.read(0, [])
+        # Published survivals choose the budget, or whether to draft at all; else nobody asks for them.
+        self._publishes = self.current is None or suspends
         self._statistics = Statistics()
-        self._records: list[StepRecord] = []  # what they do not count yet
-        self._confidences: list[tuple[Any, ...]] = []
+        self._observed: list[Observed] = []  # what they do not count yet
+        self._lessons: list[Lesson] = []  # what the confidence source has not been told yet
+        # A device that runs beside the host hides the host's time, and its drafter asks what the last step has shown.
+        self._learn_every = 1 if self.current is None else LEARN_EVERY
         self.drift = DriftTracker(table) if table is not None else None
         self.min_width, self.max_width = min_width, gamma if max_width is None else max_width
         self._new_breaker = breaker
         self._step = 0
         self._suspended_steps = 0
+        self._exploration = Exploration()
+        self._depth = DraftDepth(gamma if model_gamma is None else model_gamma)
+        self.fixed_depth: int | None = None  # replaces what `_depth` would choose; for measuring
         self.suspends = suspends
         self._model_share = 1.0  # of the last step's drafts, how many cost a pass of the drafter's model
 
@@ -174,22 +243,39 @@ class WidthPolicy:
             prefill_tokens=sum(part.context_rows for part in scheduled),
             context=sum(part.request.num_cached for part in emitting) / max(len(emitting), 1),
             step=self._step,
-            warming_up=self.confidence is not None and self.confidence.warming_up,
             model_rows=None if self._model_share == 1.0 else round(self._model_share * len(limits)),
         )
-        seats = [self._seat(part.request) for part in drafted]
-        published = self.board.read(self._step, seats) if seats else self._nobody
-        decision = self.stale.decide(published, load)
-        if self._draft_loses(decision, load):
-            load = replace(load, limits=[])
-            decision = self.stale.decide(published, load)
-            return Plan([], [*drafted, *undrafted], [], load, decision, suspended=True, paused=paused)
-        plan = Plan(drafted, undrafted, limits, load, paused=paused, seats=seats)
-        if self.current is None or load.warming_up or decision.reason not in SEARCHED:
+        if drafted and (depth := self._depth_of(load)) is not None:
+            load = replace(load, depth=depth)
+        plan = Plan(drafted, undrafted, limits, load, self.stale.settled(load), depth=load.depth, paused=paused)
+        if self._publishes and drafted:
+            plan.seats = [self._seat(part.request) for part in drafted]
+        if plan.decision is not None:
+            return plan
+        if self.confidence is not None and self.confidence.warming_up:
+            plan.explored = self._exploration.affordable
+        if self._publishes:
+            decision = self.stale.decide(self.board.read(self._step, plan.seats), load)
+            if not plan.explored and self._draft_loses(decision, load):
+                load = replace(load, limits=[])
+                return Plan(
+                    [], [*drafted, *undrafted], [], load, self.stale.settled(load), suspended=True, paused=paused
+                )
             plan.decision = decision
-        else:
-            plan.decide = partial(self._decide, self.current, plan)
+        if self.current is not None:
+            plan.decision, plan.decide = None, partial(self._decide, self.current, plan)
         return plan
+
+    def _depth_of(self, load: StepLoad) -> int | None:
+        """How many tokens to draft of each block; None for whole blocks."""
+        if self.fixed_depth is not None:
+            return self.fixed_depth
+        forced = self.stale.forced
+        # Who forces a width of 0 wants drafts that nobody verifies.
+        widest = self.max_width if forced is None else min(max(forced.pattern), self.max_width) or self.gamma
+        depth = self._depth.choose(self.stale.table, load) or self._depth.gamma
+        depth = max(min(depth, widest), self.min_width, 1)
+        return None if depth >= self._depth.gamma else depth
 
     def _seat(self, request: Request) -> Seat:
         if request.seat is None:
@@ -210,16 +296,25 @@ class WidthPolicy:
         Now and then a draft is made all the same, to see whether the workload has changed.
         """
         table, rate = self.stale.table, decision.expected_tokens_per_ms
-        if not self.suspends or table is None or rate is None or decision.reason not in SEARCHED or load.warming_up:
+        if not self.suspends or table is None or rate is None:
             return False
-        plain = float(
-            table.step_costs(load.requests, load.requests + load.prefill_tokens, 1, load.context, drafted=0)[0]
-        )
-        if load.requests / plain <= rate * (1 + SUSPEND_MARGIN):
+        if load.requests / self._plain_ms(table, load) <= rate * (1 + SUSPEND_MARGIN):
             self._suspended_steps = 0
             return False
         self._suspended_steps = (self._suspended_steps + 1) % PROBE_EVERY
         return self._suspended_steps != 0
+
+    def _gain_ms(self, plan: Plan, accepted: list[int]) -> float:
+        """How much longer plain steps would have taken for the tokens of this one."""
+        assert self.stale.table is not None
+        assert plan.predicted_ms is not None
+        requests = plan.load.requests
+        return sum(accepted, requests) / requests * self._plain_ms(self.stale.table, plan.load) - plan.predicted_ms
+
+    def _plain_ms(self, table: CostTable, load: StepLoad) -> float:
+        """What the step costs without drafts."""
+        rows = load.requests + load.prefill_tokens
+        return float(table.step_costs(load.requests, rows, 1, load.context, drafted=0)[0])
 
     @property
     def statistics(self) -> Statistics:
@@ -229,14 +324,17 @@ class WidthPolicy:
 
     def _settle(self) -> None:
         """Count what has been put aside: many steps together cost little more than one."""
-        self._statistics.record(*self._records)
-        if self._confidences:
-            *arrays, sources = zip(*self._confidences, strict=True)
-            survival, widths, accepted = (np.concatenate(parts) for parts in arrays)
-            names = [name for part in sources for name in part]
-            self._statistics.record_confidence(survival, widths, accepted, names)
-        self._records.clear()
-        self._confidences.clear()
+        observed, self._observed = self._observed, []
+        self._statistics.record(*(step.record() for step in observed))
+        judged = [step for step in observed if step.proposed and step.outputs.confidence is not None]
+        if judged:
+            self._depth.observe(np.concatenate([self._whole_blocks(step) for step in judged]))
+            self._statistics.record_confidence(
+                np.concatenate([self._survival(step.outputs.confidence, step.proposed) for step in judged]),
+                np.concatenate([step.outputs.widths for step in judged]),
+                np.concatenate([step.outputs.accepted[: len(step.proposed)] for step in judged]),
+                [name for step in judged for name in step.sources],
+            )
 
     # -- learning ----------------------------------------------------------------------------------------------------------
 
@@ -249,52 +347,86 @@ class WidthPolicy:
         """
         count = inputs.num_drafted
         widths, accepted = outputs.widths, outputs.accepted
-        proposed = outputs.proposed or [self.gamma] * count
-        sources = outputs.sources or [None] * count
+        proposed = [self.gamma] * count if outputs.proposed is None else outputs.proposed
         model_rows = count if outputs.model_rows is None else outputs.model_rows
         if count:
             self._model_share = model_rows / count
-        parts = [*plan.drafted, *plan.undrafted]
-        for index, part in enumerate(parts):
-            if part.request.breaker is not None and part.may_draft:
-                verified = widths[index] if index < count else 0
-                part.request.breaker.observe(verified, accepted[index] if verified else 0)
-        if count and outputs.confidence is not None and self.confidence is not None:
-            known = np.array(proposed)[:, None] > np.arange(self.gamma)
-            survival = prefix_survival(outputs.confidence).numpy() * known
-            outcome, window = np.array(accepted[:count]), np.array(widths)
-            self.board.publish(plan.load.step, plan.seats, survival)
-            self.confidence.observe(outputs.confidence_logits, outputs.signal, outcome, window)
-            self._confidences.append((survival, window, outcome, sources))
+        if count and self.confidence is not None:
+            if self._publishes:
+                self.board.publish(plan.load.step, plan.seats, self._survival(outputs.confidence, proposed))
+            self._lessons.append(Lesson(outputs.confidence_logits, outputs.signal, accepted[:count], widths))
+            if len(self._lessons) >= self._learn_every:
+                self._learn(self.confidence)
         measured = outputs.device_ms + host_ms
-        decision = plan.decision
-        assert decision is not None  # the step has asked
-        plan.predicted_ms = self._predicted_ms(plan, decision, sum(widths), model_rows)
-        self._records.append(
-            StepRecord(
-                blocks=[
-                    *map(BlockRecord, proposed, widths, accepted[:count], kept[:count], sources),
-                    *(BlockRecord(0, 0, 0, tokens) for tokens in kept[count:]),
-                ],
-                reason=decision.reason,
-                stale_lag=decision.stale_lag,
-                predicted_ms=plan.predicted_ms,
-                measured_ms=measured,
-                graph_hit=outputs.replayed,
-                prefill=plan.load.prefill_tokens > 0,
-                breakers=Counter(part.request.breaker.state for part in parts if part.request.breaker is not None),
-            )
-        )
-        if len(self._records) >= SETTLE_EVERY:
+        assert plan.decision is not None  # the step has asked
+        plan.predicted_ms = self._predicted_ms(plan, plan.decision, sum(widths), model_rows)
+        if plan.predicted_ms is not None:
+            self._exploration.observe(plan.predicted_ms, self._gain_ms(plan, accepted) if plan.explored else 0.0)
+        breakers = self._observe_breakers(plan, widths, accepted) if self._new_breaker is not None else Counter()
+        self._observed.append(Observed(plan, outputs, proposed, kept, measured, breakers))
+        if len(self._observed) >= SETTLE_EVERY:
             self._settle()
         if self.drift is not None and plan.predicted_ms and not plan.load.prefill_tokens:
             rescale = self.drift.observe(plan.predicted_ms, measured)
             if rescale is not None:
                 log.info("%s", rescale)
                 self._statistics.rescales += 1
-                self.stale.table = self.drift.table
-                if self.current is not None:
-                    self.current.table = self.drift.table
+                self._plan_with(self.drift.table)
+
+    def use_table(self, table: CostTable) -> None:
+        """Plan with another table from the next step on."""
+        self.drift = DriftTracker(table)
+        self._plan_with(table)
+
+    def _plan_with(self, table: CostTable) -> None:
+        self.stale.table = table
+        if self.current is not None:
+            self.current.table = table
+
+    @property
+    def lacks_table(self) -> bool:
+        """Whether widths would be planned, if only the cost were known."""
+        return bool(self.gamma) and self.stale.forced is None and self.stale.table is None
+
+    def _learn(self, confidence: ConfidenceSource) -> None:
+        """Tell the confidence source what became of the last blocks."""
+        logits, signals, accepted, widths = zip(*self._lessons, strict=True)
+        self._lessons.clear()
+        rows = [len(part) for part in widths]
+        confidence.observe(
+            _joined(logits, rows), _joined(signals, rows), np.concatenate(accepted), np.concatenate(widths)
+        )
+
+    def _survival(self, confidence: Tensor | None, proposed: list[int]) -> npt.NDArray[np.float32]:
+        """[D, gamma] survivals of blocks as far as they go; without `confidence` nothing was proposed."""
+        if confidence is None:
+            return np.zeros((len(proposed), self.gamma), np.float32)
+        return prefix_survival(confidence).numpy() * (np.array(proposed)[:, None] > np.arange(self.gamma))
+
+    def _whole_blocks(self, step: Observed) -> npt.NDArray[np.float32]:
+        """[N, model_gamma] survivals of the blocks that the drafter's model has drafted to the end."""
+        gamma = self._depth.gamma
+        if step.plan.depth is not None:
+            return np.zeros((0, gamma), np.float32)
+        outputs = step.outputs
+        whole = np.array(step.proposed) >= gamma
+        if outputs.confidence_logits is not None:
+            whole &= ~np.isnan(outputs.confidence_logits[:, 0].numpy())  # where another source has drafted
+        elif outputs.model_rows is not None:
+            whole[:] = False
+        return self._survival(outputs.confidence, step.proposed)[whole, :gamma]
+
+    def _observe_breakers(self, plan: Plan, widths: list[int], accepted: list[int]) -> Counter[BreakerState]:
+        """Tell every request's breaker what became of its block; how many are in which state."""
+        states: Counter[BreakerState] = Counter()
+        for index, part in enumerate([*plan.drafted, *plan.undrafted]):
+            breaker = part.request.breaker
+            if breaker is not None:
+                verified = widths[index] if index < len(widths) else 0
+                if part.may_draft:
+                    breaker.observe(verified, accepted[index] if verified else 0)
+                states[breaker.state] += 1
+        return states
 
     def _predicted_ms(self, plan: Plan, decision: Decision, verified: int, model_rows: int) -> float | None:
         """The prediction, for the rows that were there: a drafter may have proposed less than was planned for."""
@@ -304,7 +436,7 @@ class WidthPolicy:
         if verified == decision.budget and model_rows == load.drafted:
             return decision.predicted_ms
         rows = load.requests + load.prefill_tokens + verified
-        return float(table.step_costs(load.requests, rows, 1, load.context, model_rows)[0])
+        return float(table.step_costs(load.requests, rows, 1, load.context, model_rows, load.depth)[0])
 
     def describe(self) -> str:
         """What decides the widths, in one line."""

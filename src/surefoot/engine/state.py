@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from surefoot.cache.paged import PagedCache
 from surefoot.engine.distribution import SamplingTensors
 from surefoot.sampling import SamplingParams
 
@@ -88,17 +88,21 @@ class DeviceState:
             bias_values=torch.zeros(max_num_seqs, 1, dtype=torch.float32, device=device),
         )
 
-    def apply(self, updates: StateUpdates, cache: PagedCache) -> None:
-        for update in updates.slots:
-            self._enter(update)
-        for group, table in enumerate(cache.block_tables):
-            cells = [
-                (update.slot, index, block)
-                for update in updates.tables
-                if update.group == group
-                for index, block in enumerate(update.blocks, update.first)
-            ]
-            if cells:
+    def apply(self, updates: StateUpdates, tables: Sequence[Tensor | npt.NDArray[np.int32]]) -> None:
+        """Write all changes; `tables` are the block tables, or the same memory as arrays where the host may write there."""
+        for entering in updates.slots:
+            self._enter(entering)
+        for group, table in enumerate(tables):
+            grown = [update for update in updates.tables if update.group == group]
+            if isinstance(table, np.ndarray):
+                for update in grown:
+                    table[update.slot, update.first : update.first + len(update.blocks)] = update.blocks
+            elif grown:
+                cells = [
+                    (update.slot, index, block)
+                    for update in grown
+                    for index, block in enumerate(update.blocks, update.first)
+                ]
                 slots, indices, blocks = to_device(cells, torch.int64, self.device).unbind(1)
                 table[slots, indices] = blocks.to(table.dtype)
 

@@ -20,6 +20,7 @@ from surefoot.engine.clock import Laps, ignore
 from surefoot.engine.distribution import BlockSampler, SamplingFlags, processed
 from surefoot.engine.graphs import TargetRunner
 from surefoot.engine.state import DeviceState, StateUpdates, to_device
+from surefoot.kernels import native
 from surefoot.kernels.packing import FlatBatch
 from surefoot.kernels.sampling import argmax_rows, sample_rows
 from surefoot.speculation.acceptance import Proposal, Verdict, accept_greedy, accept_sampled
@@ -45,6 +46,8 @@ class StepInputs:
     # Where the host may read: survival [D, gamma], limits [D] -> K and, if it has ranked them already, the widths.
     decide: Callable[[Tensor, Tensor], Decision] | None = None
     forced: list[int] | None = None  # [D] widths that replace allocation
+    explored: int = 0  # blocks whose windows stay whole for the sake of learning
+    depth: int | None = None  # tokens that a model drafts of each block (None: gamma)
     flags: SamplingFlags = field(default_factory=SamplingFlags)
     updates: StateUpdates = field(default_factory=StateUpdates)
     max_length: int = 0  # an upper bound of the committed lengths
@@ -122,12 +125,12 @@ class DecodeStep:
     def __call__(self, inputs: StepInputs) -> StepOutputs:
         laps = self.laps() if self.laps is not None else None
         lap = laps or ignore
-        self.state.apply(inputs.updates, self.cache)
+        self.state.apply(inputs.updates, self._tables)
         requests = self._requests(inputs)
         lap("update")
         draft, proposal = self._draft(inputs, requests)
         lap("draft")
-        confidence = self._confidence(draft)
+        confidence = self._confidence(draft, inputs.explored)
         widths = self._allocate(inputs, requests.limits, draft, confidence)
         lap("plan")
         batch, anchor_row = self._pack(inputs, requests, widths)
@@ -187,7 +190,7 @@ class DecodeStep:
             self.drafter.vocabulary,
             self.vocabulary_end,
         )
-        context = DraftContext(drafted, lengths, self.state.history, self.cache, inputs.max_length)
+        context = DraftContext(drafted, lengths, self.state.history, self.cache, inputs.max_length, inputs.depth)
         draft = self.drafter.propose(context, sampler)
         if draft.point_mass or draft.drawn is not None:
             frontier = lengths.unsqueeze(1) + torch.arange(1, self.gamma + 1, device=slots.device)
@@ -196,10 +199,12 @@ class DecodeStep:
             return draft, Proposal(None)
         return draft, sampler.proposal if draft.drawn is None else replace(sampler.proposal, rows=draft.drawn)
 
-    def _confidence(self, draft: Draft) -> Tensor | None:
+    def _confidence(self, draft: Draft, explored: int) -> Tensor | None:
         if self.confidence is None or not draft.tokens.shape[0]:
             return None
-        return self.confidence.confidence(draft.confidence_logits, draft.signal)
+        if self.reads_are_free and draft.lengths is not None and not draft.lengths.any():
+            return None  # nothing was proposed
+        return self.confidence.confidence(draft.confidence_logits, draft.signal, explored)
 
     def _allocate(self, inputs: StepInputs, limits: Tensor, draft: Draft, confidence: Tensor | None) -> Tensor:
         """Widths of the emitting requests, [E] int64; requests without a draft get 0."""
@@ -226,6 +231,36 @@ class DecodeStep:
 
     def _pack(self, inputs: StepInputs, requests: Requests, widths: Tensor) -> tuple[FlatBatch, Tensor]:
         """The flat batch, and the logit row of every emitting request's anchor ([E] int64)."""
+        pack = self._pack_rows if self.reads_are_free and native.usable(widths) else self._pack_arrays
+        batch, anchor_row = pack(inputs, requests, widths)
+        if self.check_layout:
+            from surefoot.engine.layout import check_layout
+
+            check_layout(inputs, self.state, self.cache, batch, widths, anchor_row)
+        return batch, anchor_row
+
+    def _pack_rows(self, inputs: StepInputs, requests: Requests, widths: Tensor) -> tuple[FlatBatch, Tensor]:
+        """`_pack_arrays` in one native call."""
+        bucket = self.runner.bucket(sum(inputs.context_rows) + sum(widths.tolist()) + inputs.num_emitting)
+        rows, qo_indptr, logit_rows, anchor_row = torch.ops.surefoot.pack_rows(
+            requests.slots,
+            requests.lengths,
+            requests.context,
+            widths,
+            self.state.history,
+            self.cache.block_tables,
+            self.cache.block_size,
+            bucket,
+        )
+        token_ids, positions, row_slot, kv_lens, *cache_slots = rows.unbind()
+        tables = self.cache.block_tables
+        return (
+            FlatBatch(token_ids, positions, row_slot, kv_lens, tuple(cache_slots), tables, qo_indptr, logit_rows),
+            anchor_row,
+        )
+
+    def _pack_arrays(self, inputs: StepInputs, requests: Requests, widths: Tensor) -> tuple[FlatBatch, Tensor]:
+        """The same in array operations, on any device."""
         xp, array, tensor = self._arrays
         slots, lengths, drafts = array(requests.slots), array(requests.lengths), array(widths)
         count, emitting = len(inputs.slots), inputs.num_emitting
@@ -275,12 +310,7 @@ class DecodeStep:
             qo_indptr=tensor(xp.concatenate([starts[:1], ends])),
             logit_rows=tensor(logit_rows),
         )
-        anchor_row = tensor(anchor_row)
-        if self.check_layout:
-            from surefoot.engine.layout import check_layout
-
-            check_layout(inputs, self.state, self.cache, batch, widths, anchor_row)
-        return batch, anchor_row
+        return batch, tensor(anchor_row)
 
     def _accept(
         self,

@@ -67,6 +67,7 @@ class StepReport:
             "full_budget": decision.full_budget,
             "reason": decision.reason.value,
             "suspended": plan.suspended,
+            "explored": plan.explored,
             "stale_lag": decision.stale_lag,
             "expected_tokens": decision.expected_tokens,
             "predicted_ms": plan.predicted_ms,

@@ -38,7 +38,7 @@ from surefoot.errors import ConfigurationError
 from surefoot.paths import cache_directory
 
 HOME = Path(__file__).parent
-SOURCES = ("native.cpp", "products.cpp", "sequential.cpp")
+SOURCES = ("native.cpp", "products.cpp", "sequential.cpp", "planning.cpp")
 HEADERS = ("vectors.hpp", "tiles.hpp")
 FLAGS = ("-O3", "-mtune=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC")
 LIBRARY = "surefoot_native.so"

@@ -180,7 +180,7 @@ void product(const Rows& x, const typename W::Element* w, int64_t panels, const 
     const int64_t here = std::min(ROW_BLOCK, rows - block), groups = (here + MAX_ROWS - 1) / MAX_ROWS;
     const auto start = [&](int64_t group) { return here * group / groups; };  // evenly sized
     split(groups, here * inputs / 8, [&](int64_t first_group, int64_t last_group) {
-      std::vector<Input> row(padded);
+      std::vector<Input> row(padded + LANES);  // `copy` may write one more
       for (int64_t g = first_group; g < last_group; ++g)
         for (int64_t r = start(g), size = start(g + 1) - r, i = 0; i < size; ++i) {
           x.copy(block + r + i, row.data());

@@ -8,7 +8,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <c10/util/BFloat16.h>
 #include <torch/library.h>
 
@@ -42,35 +44,23 @@ void each_row(int64_t rows, int64_t work, F f) {
 }
 
 inline float greater(float a, float b) { return a > b ? a : b; }
-inline float lesser(float a, float b) { return a > b ? b : a; }
 
-struct Top {
-  int64_t index;  // the first largest entry
-  float margin;   // the largest minus the second largest
-};
-
-// to = base + bias, and its two largest entries. `bias` null: base alone.
+// to = base + bias, and the index of its first largest entry. `bias` null: base alone.
 template <class A, class B>
-Top corrected(const A* base, const B* bias, float* to, int64_t size) {
-  float best[WIDE], second[WIDE];
-  std::fill_n(best, WIDE, NONE), std::fill_n(second, WIDE, NONE);
+int64_t corrected(const A* base, const B* bias, float* to, int64_t size) {
+  float best[WIDE];
+  std::fill_n(best, WIDE, NONE);
   const auto take = [&](int64_t i, int lane) {
     const float v = bias ? (float)base[i] + (float)bias[i] : (float)base[i];
     to[i] = v;
-    second[lane] = greater(second[lane], lesser(best[lane], v));
     best[lane] = greater(best[lane], v);
   };
   int64_t i = 0;
   for (; i + WIDE <= size; i += WIDE)
     for (int lane = 0; lane < WIDE; ++lane) take(i + lane, lane);
   for (; i < size; ++i) take(i, 0);
-  float first = best[0], next = second[0];
-  for (int lane = 1; lane < WIDE; ++lane) {
-    next = greater(greater(next, second[lane]), lesser(first, best[lane]));
-    first = greater(first, best[lane]);
-  }
-  const int64_t index = std::find(to, to + size, first) - to;
-  return {index < size ? index : 0, first - next};
+  const int64_t index = std::find(to, to + size, *std::max_element(best, best + WIDE)) - to;
+  return index < size ? index : 0;
 }
 
 template <class F>
@@ -87,14 +77,16 @@ void with_floating(const Tensor& t, F f) {
 //   base [R, G, V]: logits before the correction. anchors [R]: target ids in front of the block.
 //   table [V_target, r], packed: the sequential head's W1, and W2 as pack() made it with its scale; or neither.
 //   vocabulary [V]: target id of every draft id, or none for the identity.
-//   temperature [R], uniforms [R, G]: for draws; without them the largest logit is taken.
-// Returns draft ids [R, G], margins [R, G] of the two largest corrected logits, and the distributions [R, G, V] that were
-// drawn from ([0] without draws).
+//   temperature [R], uniforms [R, G]: for draws; without them the largest logit is taken. sharpness [G]: position k draws at
+//   temperature / sharpness[k].
+// Returns draft ids [R, G], the largest probabilities [R, G] of the corrected logits at temperature 1, and the distributions
+// [R, G, V] that were drawn from ([0] without draws).
 std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor& anchors, const optional<Tensor>& table_,
                                                const optional<Tensor>& packed, const optional<Tensor>& scale,
                                                const optional<Tensor>& vocabulary_, const optional<Tensor>& temperature,
                                                const optional<Tensor>& uniforms, const optional<Tensor>& top_k,
-                                               const optional<Tensor>& top_p, const optional<Tensor>& min_p) {
+                                               const optional<Tensor>& top_p, const optional<Tensor>& min_p,
+                                               const optional<Tensor>& sharpness) {
   static const auto linear = operation<Tensor(const Tensor&, const Tensor&, int64_t, const optional<Tensor>&,
                                               const optional<Tensor>&)>("surefoot::linear");
   static const auto softmax = operation<Tensor(const Tensor&, const Tensor&)>("surefoot::softmax_rows");
@@ -110,9 +102,11 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
   const int64_t rows = base.size(0), length = base.size(1), size = base.size(2);
   TORCH_CHECK(!vocabulary_ || (vocabulary.numel() == size && vocabulary.scalar_type() == at::kLong),
               "vocabulary is int64 [", size, "]");
+  TORCH_CHECK(!sharpness || sharpness->numel() >= length, "sharpness is [", length, "]");
   const bool drawn = temperature.has_value(), filtered = top_k || top_p || min_p;
   const auto floats = base.options().dtype(at::kFloat), ints = anchors.options();
-  Tensor ids = at::empty({rows, length}, ints), margins = at::empty({rows, length}, floats);
+  Tensor ids = at::empty({rows, length}, ints), largest = at::empty({rows, length}, floats);
+  const Tensor one = at::ones({rows}, floats);
   Tensor probs = drawn ? at::empty({rows, length, size}, floats) : at::empty({0}, floats);
   Tensor logits = at::empty({rows, size}, floats), previous = anchors.contiguous().clone();
   int64_t* before = previous.mutable_data_ptr<int64_t>();
@@ -129,18 +123,20 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
       bias = linear.call(latent, *packed, size, scale, optional<Tensor>());
     }
     int64_t* id = ids.mutable_data_ptr<int64_t>();
-    float *margin = margins.mutable_data_ptr<float>(), *to = logits.mutable_data_ptr<float>();
+    float* to = logits.mutable_data_ptr<float>();
     with_floating(base, [&](auto* from) {
       with_floating(bias.defined() ? bias : base, [&](auto* add) {
         each_row(rows, rows * size, [&](int64_t r) {
-          const Top top = corrected(from + (r * length + k) * size, bias.defined() ? add + r * size : nullptr, to + r * size, size);
-          id[r * length + k] = top.index;
-          margin[r * length + k] = top.margin;
+          const auto* bias_row = bias.defined() ? add + r * size : nullptr;
+          id[r * length + k] = corrected(from + (r * length + k) * size, bias_row, to + r * size, size);
         });
       });
     });
+    const Tensor plain = softmax.call(logits, one);
+    for (int64_t r = 0; r < rows; ++r)
+      largest.mutable_data_ptr<float>()[r * length + k] = plain.const_data_ptr<float>()[r * size + id[r * length + k]];
     if (drawn) {
-      Tensor q = softmax.call(logits, *temperature);
+      Tensor q = softmax.call(logits, sharpness ? at::div(*temperature, sharpness->select(0, k)) : *temperature);
       if (filtered) filter.call(q, top_k, top_p, min_p);
       probs.select(1, k).copy_(q);
       ids.select(1, k).copy_(sample.call(q, uniforms->select(1, k)));
@@ -148,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
     for (int64_t r = 0; r < rows; ++r)
       before[r] = vocabulary_ ? vocabulary.const_data_ptr<int64_t>()[id[r * length + k]] : id[r * length + k];
   }
-  return {ids, margins, probs};
+  return {ids, largest, probs};
 }
 
 // ------------------------------------------------------------------------------------------------ top-k, top-p, min-p
@@ -254,7 +250,8 @@ void filter_rows_(Tensor& probs, const optional<Tensor>& top_k_, const optional<
 TORCH_LIBRARY_FRAGMENT(surefoot, m) {
   m.def(
       "draft_block(Tensor base, Tensor anchors, Tensor? table, Tensor? packed, Tensor? scale, Tensor? vocabulary, "
-      "Tensor? temperature, Tensor? uniforms, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> (Tensor, Tensor, Tensor)");
+      "Tensor? temperature, Tensor? uniforms, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? sharpness) -> (Tensor, Tensor, "
+      "Tensor)");
   m.def("filter_rows_(Tensor(a!) probs, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> ()");
 }
 

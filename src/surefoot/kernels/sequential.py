@@ -20,6 +20,7 @@ def draft_block(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    sharpness: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw G tokens for each of R requests, where every token corrects the logits of the next one. Native kernels only.
 
@@ -34,19 +35,20 @@ def draft_block(
         vocabulary: [V] int64, target id of each column (None: identity).
         temperature, uniforms: [R] float32 and [R, G] in [0, 1), for drawing; None takes the (first) largest logit.
         top_k, top_p, min_p: [R] each, see `filter_rows`; only with `temperature`.
+        sharpness: [G] float32 > 0, position k is drawn at temperature / sharpness[k - 1] (None: 1 everywhere).
 
     Returns:
         ids: [R, G] int64, drawn columns.
-        margins: [R, G] float32, largest corrected logit minus the second largest.
+        largest: [R, G] float32, largest probability of the corrected logits at temperature 1.
         probs: [R, G, V] float32, the very distributions that were drawn from; None without `temperature`.
     """
     table, packed, scale = None, None, None
     if correction is not None:
         table, packed, scale = correction[0], correction[1].weight, correction[1].scale
-    ids, margins, probs = torch.ops.surefoot.draft_block(
-        base, anchors, table, packed, scale, vocabulary, temperature, uniforms, top_k, top_p, min_p
+    ids, largest, probs = torch.ops.surefoot.draft_block(
+        base, anchors, table, packed, scale, vocabulary, temperature, uniforms, top_k, top_p, min_p, sharpness
     )
-    return ids, margins, None if temperature is None else probs
+    return ids, largest, None if temperature is None else probs
 
 
 def filter_rows(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -41,6 +41,7 @@ from surefoot.targets.target import TargetOutput
 CONTEXTS = (64, 1024)
 """Cached tokens per request of the two curves."""
 BUDGET_S = 14.0
+STEADY = 1.5
 ROUNDS = 3
 """Every curve is visited this often: what happens to the machine meanwhile happens to all."""
 PERIOD = 16
@@ -55,6 +56,7 @@ class Point:
     context: int
     rows: int
     requests: int
+    depth: int | None = None  # tokens drafted of each block; where it is given, D alone is what counts
 
 
 @dataclass
@@ -64,15 +66,19 @@ class Samples:
     verify: dict[tuple[int, int], dict[int, list[float]]]  # (context, rows) -> requests -> V
     draft: dict[int, list[float]]  # requests -> D
     overhead: dict[int, list[float]]  # requests -> the rest of the step
+    depth: dict[int, list[float]]  # tokens drafted of one block -> D
 
     @classmethod
     def empty(cls) -> Samples:
-        return cls(defaultdict(lambda: defaultdict(list)), defaultdict(list), defaultdict(list))
+        return cls(defaultdict(lambda: defaultdict(list)), defaultdict(list), defaultdict(list), defaultdict(list))
 
     def add(self, context: int, report: StepReport) -> None:
         stages, requests = report.outputs.laps, report.inputs.num_emitting
         assert stages is not None  # somebody watches
         draft, verify = (sum(stages[name] for name in names) for names in (DRAFT, VERIFY))
+        if report.inputs.depth is not None:
+            self.depth[report.inputs.depth].append(draft)
+            return
         self.verify[context, sum(report.outputs.widths) + requests][requests].append(verify)
         self.draft[requests].append(draft)
         self.overhead[requests].append(report.measured_ms - draft - verify)
@@ -80,7 +86,7 @@ class Samples:
     def table(self, fingerprint: dict[str, Any], gamma: int, padded: bool = False) -> CostTable:
         """Medians of repeats; V is the mean over the mixes of widths that were measured.
 
-        Where passes are padded V is a staircase, elsewhere linear between the buckets.
+        `gamma` is what a whole draft has. Where passes are padded V is a staircase, elsewhere linear between the buckets.
         """
         contexts = sorted({context for context, _ in self.verify})
         buckets = sorted(set.intersection(*({rows for c, rows in self.verify if c == context} for context in contexts)))
@@ -88,22 +94,42 @@ class Samples:
             [float(np.mean([median(times) for times in self.verify[context, rows].values()])) for rows in buckets]
             for context in contexts
         ]
-        sizes = sorted(self.overhead)
-        # Noise must not make a larger batch look cheaper.
-        overhead = np.maximum.accumulate([median(self.overhead[size]) for size in sizes])
-        draft = np.maximum.accumulate([median(self.draft[size]) for size in sizes]) * bool(gamma)
+        sizes, depths = sorted(self.overhead), sorted(self.depth)
+        overhead = _rising([median(self.overhead[size]) for size in sizes])
+        draft = _rising([median(self.draft[size]) for size in sizes]) * bool(gamma)
+        shallow = np.minimum(_rising([median(self.depth[depth]) for depth in depths]), draft[0])
         return CostTable(
             token_buckets=tuple(buckets),
-            verify_ms=tuple(map(tuple, curves)),
+            verify_ms=tuple(map(tuple, _rising(curves).tolist())),
             captured_tokens=None if padded else 0,
             draft_requests=tuple(sizes),
             draft_ms=tuple(draft.tolist()),
+            draft_depths=(*depths, gamma) if depths else (),
+            draft_depth_ms=(*shallow.tolist(), float(draft[0])) if depths else (),
             context_lengths=tuple(contexts),
             fixed_overhead_ms=float(overhead[0]),
             batch_sizes=tuple(sizes),
             batch_overhead_ms=tuple((overhead - overhead[0]).tolist()),
             fingerprint=fingerprint,
         )
+
+    def unsteady(self) -> float:
+        """Share of the repeated points whose repeats lie more than a factor of `STEADY` apart."""
+        repeats = [times for mixes in self.verify.values() for times in mixes.values()]
+        repeats = [times for times in (*repeats, *self.draft.values()) if len(times) > 1 and min(times) > 0]
+        return sum(max(times) > STEADY * min(times) for times in repeats) / max(1, len(repeats))
+
+
+def _rising(times: Sequence[Any]) -> npt.NDArray[np.float64]:
+    """The largest curve, rising along every axis, that is nowhere above `times`.
+
+    A smaller pass never takes longer than a larger one, and what disturbs a measurement only ever makes it longer: of two
+    that contradict each other the shorter one is right.
+    """
+    found = np.asarray(times, dtype=np.float64)
+    for axis in range(found.ndim):
+        found = np.flip(np.minimum.accumulate(np.flip(found, axis), axis), axis)
+    return found
 
 
 @dataclass(frozen=True)
@@ -115,13 +141,14 @@ class Profile:
     seconds: float
     steps: int
     repeats: tuple[int, int] = field(default=(0, 0))  # fewest and most of a point
+    unsteady: float = 0.0  # share of the points whose repeats differ widely: how far to trust all this
 
     def break_even(self, width: int, context: int | None = None) -> float:
         """Emitted tokens per step from which one request gains by verifying `width` drafts (design.md section 4)."""
         table = self.table
         at = float(table.context_lengths[0] if context is None else context)
         alone = table.step_costs(1, 1, 1, at, drafted=0)[0]
-        return float(table.step_costs(1, 1 + width, 1, at)[0] / alone)
+        return float(table.step_costs(1, 1 + width, 1, at, depth=width)[0] / alone)
 
     @property
     def verdict(self) -> str:
@@ -180,8 +207,8 @@ def points_of(
 class SpreadWidths(ForcedWidths):
     """Forced widths that add up to a budget, spread evenly."""
 
-    def __init__(self) -> None:
-        super().__init__([0])
+    def __init__(self, gamma: int) -> None:
+        super().__init__([gamma])  # the most there can be
         self.budget = 0
 
     def widths(self, step: int, limits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -211,6 +238,9 @@ def profile(
     start = time.perf_counter()
     lengths = _contexts_that_fit(engine, contexts)
     points = points_of(lengths, engine.config.max_num_seqs, engine.gamma, engine.runner.bucket)
+    model = engine.drafter.trained if isinstance(engine.drafter, CombinedDrafter) else engine.drafter
+    if model is not None and model.cache_layers:  # not one without a model, whose drafts cost nothing
+        points += [Point(lengths[0], 1, 1, depth) for depth in buckets_up_to(model.gamma - 1)]
     with _Bench(engine) as bench:
         _measure(bench, points, lengths, budget_s, progress)
     config = engine.config
@@ -222,12 +252,14 @@ def profile(
         graphs=config.graphs,
     )
     counts = bench.counts.values()
+    padded = any(engine.runner.bucket(size) > size for size in range(1, 33))
     return Profile(
-        bench.samples.table(measured, engine.gamma, any(engine.runner.bucket(size) > size for size in range(1, 33))),
+        bench.samples.table(measured, model.gamma if model else 0, padded),
         engine.gamma,
         time.perf_counter() - start,
         sum(counts),
         (min(counts), max(counts)),
+        bench.samples.unsteady(),
     )
 
 
@@ -283,7 +315,7 @@ class _Bench:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.samples = engine, Samples.empty()
         self.counts: dict[Point, int] = defaultdict(int)
-        self._widths = SpreadWidths()
+        self._widths = SpreadWidths(engine.gamma)
         self._requests: list[Request] = []
         self._last: StepReport | None = None
 
@@ -354,6 +386,7 @@ class _Bench:
         engine = self.engine
         engine.scheduler.running[:] = self._requests[: point.requests]
         self._widths.budget = point.rows - point.requests
+        engine.policy.fixed_depth = point.depth
         engine.step()
         report = self._last
         assert report is not None

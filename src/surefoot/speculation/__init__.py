@@ -16,6 +16,7 @@ from surefoot.speculation.calibration import Calibration, Outcomes, Provenance, 
 from surefoot.speculation.continuation import ContinuationModel
 from surefoot.speculation.cost import CostTable, DriftTracker, Rescale
 from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
+from surefoot.speculation.exploration import Exploration
 from surefoot.speculation.planner import (
     CausalPlanner,
     Decision,
@@ -43,6 +44,7 @@ __all__ = [
     "CostTable",
     "Decision",
     "DriftTracker",
+    "Exploration",
     "ForcedWidths",
     "HeadConfidence",
     "InactiveError",

@@ -1,9 +1,15 @@
-"""Sequential temperature scaling of the confidences (DSpark paper, section 3.2), and how good a calibration is.
+"""What makes a drafter's confidences true, how sharply it should draw, and how good a calibration is.
 
-A confidence head is trained position by position, but the planner multiplies its outputs: small over-confidences
-compound. STS divides the logit of position k by one temperature, chosen left to right so that the *cumulative* product
-up to k has the least expected calibration error, the earlier positions already fixed. A positive temperature never
-changes the order of scores.
+Two forms of a confidence. *Temperatures* are sequential temperature scaling (DSpark paper, section 3.2; SGLang's file): the
+head's logit of position k is divided by one number, chosen left to right so that the *cumulative* product up to k has the
+least expected calibration error; a positive temperature never changes the order of scores. *Weights* say more: a logistic
+of the head's logit and of the draft distribution's own log-odds (`Draft.signal`), whose weights depend on the request's
+sampling temperature, because a draft that must be the target's first choice is another event than one that must be likely.
+Both inputs of position k depend on the context and x_<k alone, so the confidence does.
+
+*Sharpness* is for drawing: position k is drawn at the request's temperature divided by it. A drafter is blunter than its
+target, and what is accepted, the sum of min(p, q), grows when q is made a little sharper. Acceptance divides by the very q
+that was drawn from, so that any value is exact; confidences are fitted for it.
 """
 
 from __future__ import annotations
@@ -25,6 +31,8 @@ from surefoot.speculation.json_files import read_object, write_object
 Floats = npt.NDArray[np.float64]
 FORMAT = "surefoot-calibration"
 BINS = 15
+REGIMES, INPUTS = ("greedy", "sampled"), ("head", "signal", "bias")
+"""Names in the file of the axes of `Calibration.weights`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,14 @@ class Provenance:
 
 
 class Calibration:
-    """Temperatures in a persistent buffer, so that a captured graph sees new values.
+    """Fitted numbers in persistent buffers, so that a captured graph sees new values.
 
     Attributes:
         temperatures: [gamma] float32 > 0 on `device`; changed in place only.
         host: [gamma] the same values on the host, for what is learnt there.
+        weights: [2, 3, gamma] float32 of head logit, signal and 1; the first for temperature 0, the second for 1 and more,
+            in proportion in between. Without fitted ones they say what the temperatures say.
+        sharpness: [gamma] float32 > 0; None: every position is drawn as it is.
     """
 
     def __init__(
@@ -51,6 +62,9 @@ class Calibration:
         temperatures: Sequence[float] | Tensor,
         provenance: Provenance | None = None,
         device: torch.device | str = "cpu",
+        *,
+        weights: npt.ArrayLike | Tensor | None = None,
+        sharpness: Sequence[float] | Tensor | None = None,
     ) -> None:
         values = torch.as_tensor(temperatures, dtype=torch.float32)
         if values.ndim != 1 or not values.numel():
@@ -59,6 +73,18 @@ class Calibration:
             raise CalibrationError(f"temperatures must be finite and positive, got {values.tolist()}")
         self.host: Floats = values.numpy().astype(np.float64)
         self.temperatures = values.to(device, copy=True)
+        self.is_plain = weights is None  # temperatures are all there is
+        scaled = torch.stack([1 / values, torch.zeros_like(values), torch.zeros_like(values)]).expand(2, -1, -1)
+        given = scaled if weights is None else torch.as_tensor(weights, dtype=torch.float32)
+        if given.shape != scaled.shape or not bool(torch.isfinite(given).all()):
+            raise CalibrationError(f"weights must be finite, of shape {list(scaled.shape)}, got {list(given.shape)}")
+        self.weights = given.to(device, copy=True, memory_format=torch.contiguous_format)
+        self.sharpness: Tensor | None = None
+        if sharpness is not None:
+            sharp = torch.as_tensor(sharpness, dtype=torch.float32)
+            if sharp.shape != values.shape or not bool((torch.isfinite(sharp) & (sharp > 0)).all()):
+                raise CalibrationError(f"draft_sharpness must be {self.gamma} positive numbers, got {sharp.tolist()}")
+            self.sharpness = sharp.to(device, copy=True)
         self.provenance = provenance or Provenance()
 
     @classmethod
@@ -81,10 +107,51 @@ class Calibration:
         """
         return torch.sigmoid(logits.to(torch.float32) / self.temperatures)
 
+    def calibrated(self, logits: Tensor, signal: Tensor, temperature: Tensor | None) -> Tensor:
+        """Calibrated logits of the confidences, on the device and without a host read.
+
+        Args:
+            logits: [R, gamma] of the head.
+            signal: [R, gamma] log-odds of the likeliest token of each position, `Draft.signal`.
+            temperature: [R] sampling temperatures; None: all are 0.
+
+        Returns:
+            [R, gamma] float32.
+        """
+        weights = self.weights[0]
+        if temperature is not None:
+            weights = torch.lerp(weights, self.weights[1], temperature.clamp(0, 1).view(-1, 1, 1))  # [R, 3, gamma]
+        head, odds, bias = weights.unbind(-2)
+        return torch.addcmul(bias, logits.to(torch.float32), head) + odds * signal
+
+    def survival(self, logits: npt.ArrayLike, signal: npt.ArrayLike, temperature: npt.ArrayLike) -> Floats:
+        """Predicted survivals on the host: [N, gamma], [N, gamma], [N] as for `calibrated` -> [N, gamma]."""
+        given = [torch.as_tensor(np.asarray(value), dtype=torch.float32) for value in (logits, signal, temperature)]
+        device = self.weights.device
+        confidence = torch.sigmoid(self.calibrated(*(value.to(device) for value in given)).double())
+        return confidence.cumprod(-1).cpu().numpy()
+
+    def first(self, gamma: int) -> Calibration:
+        """Of the first `gamma` positions. A position was fitted with the earlier ones alone: shorter drafts need no other."""
+        return Calibration(
+            self.temperatures[:gamma],
+            self.provenance,
+            self.temperatures.device,
+            weights=None if self.is_plain else self.weights[..., :gamma],
+            sharpness=None if self.sharpness is None else self.sharpness[:gamma],
+        )
+
+    def uncalibrated(self) -> Calibration:
+        """The same draws, and the head's own confidences."""
+        return Calibration([1.0] * self.gamma, device=self.temperatures.device, sharpness=self.sharpness)
+
     def update(self, other: Calibration) -> None:
         """Take over the values of `other` in place. Raises `CalibrationError` for another gamma."""
         other.require(self.gamma)
         self.temperatures.copy_(other.temperatures, non_blocking=True)
+        self.weights.copy_(other.weights, non_blocking=True)
+        self.is_plain = other.is_plain
+        self.sharpness = None if other.sharpness is None else other.sharpness.to(self.weights.device, copy=True)
         self.host = other.host.copy()
         self.provenance = other.provenance
 
@@ -97,14 +164,23 @@ class Calibration:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Our form: SGLang's fields and "format", "version", "gamma", "drafter"."""
-        return {
+        """Our form: SGLang's fields and "format", "version", "gamma", "drafter"; "confidence" and "draft_sharpness" if fitted."""
+        data = {
             "format": FORMAT,
             "version": 1,
             "gamma": self.gamma,
             **self._sglang(),
             "drafter": self.provenance.drafter,
         }
+        if not self.is_plain:
+            regimes = zip(REGIMES, self.weights, strict=True)
+            data["confidence"] = {
+                regime: {name: _shortest(row) for name, row in zip(INPUTS, rows, strict=True)}
+                for regime, rows in regimes
+            }
+        if self.sharpness is not None:
+            data["draft_sharpness"] = _shortest(self.sharpness)
+        return data
 
     def to_sglang(self) -> dict[str, Any]:
         """SGLang's STS form (formats.md)."""
@@ -142,9 +218,9 @@ class Calibration:
             )
         except (TypeError, ValueError) as problem:
             raise CalibrationError(f"malformed calibration file: {problem}") from problem
-        calibration = cls(raw, provenance, device)
-        calibration.require(gamma)
-        return calibration
+        if len(raw) != gamma:
+            cls(raw).require(gamma)
+        return cls(raw, provenance, device, weights=_weights(data.get("confidence")), sharpness=_sharpness(data))
 
     def save(self, path: str | Path) -> None:
         """Write our form, whole or not at all."""
@@ -154,6 +230,33 @@ class Calibration:
     def load(cls, path: str | Path, gamma: int, device: torch.device | str = "cpu") -> Calibration:
         """Read a file in our form or in SGLang's. Raises `CalibrationError`."""
         return cls.from_dict(read_object(path, CalibrationError), gamma, device)
+
+
+def _weights(raw: Any) -> list[list[list[float]]] | None:
+    if raw is None:
+        return None
+    try:
+        weights = [[[float(w) for w in raw[regime][name]] for name in INPUTS] for regime in REGIMES]
+        if len({len(row) for regime in weights for row in regime}) == 1:
+            return weights
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise CalibrationError(
+        f"'confidence' of a calibration file needs {' and '.join(REGIMES)}, each with lists of gamma numbers named "
+        f"{', '.join(INPUTS)}; got {raw!r}"
+    )
+
+
+def _sharpness(data: dict[str, Any]) -> list[float] | None:
+    raw = data.get("draft_sharpness")
+    if raw is not None and not (isinstance(raw, list) and all(_is_number(value) for value in raw)):
+        raise CalibrationError(f"'draft_sharpness' of a calibration file is a list of gamma numbers; got {raw!r}")
+    return raw
+
+
+def _shortest(values: Tensor) -> list[float]:
+    """Few digits that read back as the same float32: 1.45, not 1.4500000476837158."""
+    return [float(str(value)) for value in values.cpu().numpy()]
 
 
 def _is_number(value: object) -> bool:
@@ -229,6 +332,53 @@ def fit_temperatures(
     return Calibration(temperatures, Provenance(dataset, len(logits), drafter, tuple(before), tuple(after)))
 
 
+def fit_weights(
+    logits: Floats, signal: Floats, temperature: Floats, accepted: Floats, weight: Floats
+) -> npt.NDArray[np.float64]:
+    """`Calibration.weights` of maximum likelihood: a logistic for every position that was reached.
+
+    All positions are fitted as one first, and every position is then drawn towards that: deep ones are reached rarely.
+
+    Args:
+        logits: [N, gamma] of the confidence head, uncalibrated.
+        signal: [N, gamma] log-odds of the likeliest draft token.
+        temperature: [N] sampling temperatures.
+        accepted: [N, gamma] in [0, 1], whether a position was accepted, or the chance that it is.
+        weight: [N, gamma], how often it was reached; 0 where nothing is known.
+
+    Returns:
+        [2, 3, gamma] float64.
+    """
+    inputs = np.stack([logits, signal, np.ones_like(signal)], -1)
+    share = np.clip(temperature, 0.0, 1.0)[:, None, None]
+    features = np.concatenate([inputs, share * inputs], -1)  # [N, gamma, 6]: for temperature 0, and what 1 adds to it
+    prior, precision = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 0.0]), np.array([1.0, 1.0, 1.0, 4.0, 4.0, 4.0])
+    common = _logistic(features.reshape(-1, 6), accepted.ravel(), weight.ravel(), prior, precision)
+    fitted = np.stack(
+        [
+            _logistic(features[:, k], accepted[:, k], weight[:, k], common, 10 * precision)
+            for k in range(logits.shape[1])
+        ],
+        -1,
+    )  # [6, gamma]
+    return np.stack([fitted[:3], fitted[:3] + fitted[3:]])
+
+
+def _logistic(x: Floats, y: Floats, weight: Floats, prior: Floats, precision: Floats, steps: int = 50) -> Floats:
+    """Maximum a posteriori coefficients [F] under a Gaussian prior: [N, F], [N] and [N], by damped Newton steps."""
+    seen = weight > 0
+    x, y, weight, at = x[seen], y[seen], weight[seen], prior.copy()
+    for _ in range(steps):
+        p = _sigmoid(x @ at)
+        gradient = x.T @ (weight * (y - p)) - precision * (at - prior)
+        curvature = (x * (weight * p * (1 - p))[:, None]).T @ x + np.diag(precision)
+        step = np.linalg.solve(curvature, gradient)
+        at += step / max(1.0, float(np.abs(step).max()))
+        if np.abs(step).max() < 1e-6:
+            break
+    return at
+
+
 def _minimise(error: Any, low: float = 0.1, high: float = 10.0) -> float:
     """Least `error` over temperatures: a geometric grid that always contains 1, narrowed three times."""
     grid = np.append(np.geomspace(low, high, 41), 1.0)
@@ -251,6 +401,15 @@ def expected_calibration_error(predicted: Floats, outcome: Floats, bins: int = B
     index = np.minimum((predicted * bins).astype(np.int64), bins - 1)
     gap = np.bincount(index, weights=predicted, minlength=bins) - np.bincount(index, weights=outcome, minlength=bins)
     return float(np.abs(gap).sum() / len(predicted))
+
+
+def error_of_truth(predicted: Floats, bins: int = BINS, draws: int = 20) -> float:
+    """The ECE that these predictions would show if they were true: what chance makes of [N] outcomes. Falls as 1 / sqrt(N)."""
+    rng, errors = np.random.default_rng(0), []
+    for _ in range(draws):
+        outcome: Floats = (rng.random(len(predicted)) < predicted).astype(np.float64)
+        errors.append(expected_calibration_error(predicted, outcome, bins))
+    return float(np.mean(errors))
 
 
 def brier_score(predicted: Floats, outcome: Floats) -> float:
@@ -289,6 +448,7 @@ class PositionQuality:
     ece: float
     brier: float
     auc: float
+    chance: float  # ECE that as many outcomes would show if the predictions were true
     bins: list[ReliabilityBin] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -316,6 +476,7 @@ def quality_by_position(
                 expected_calibration_error(predicted, outcome, bins),
                 brier_score(predicted, outcome),
                 area_under_curve(predicted, outcome),
+                error_of_truth(predicted, bins),
                 _reliability(predicted, outcome, bins),
             )
         )

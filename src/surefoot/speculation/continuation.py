@@ -22,16 +22,21 @@ class ContinuationModel:
         memory: blocks after which an observation has half its weight.
         prior_weight: observations the prior counts for, per bin.
         batch: blocks that are learned from at a time.
+
+    Attributes:
+        edges: [gamma, BINS - 1] survivals at which the next bin begins, by position k.
+        ratio: [gamma, BINS, gamma] E[S_j / S_k] by k, bin and j; replaced, never changed in place.
     """
 
     def __init__(self, gamma: int, memory: int = 4096, prior_weight: float = 4.0, batch: int = 64) -> None:
         self.gamma, self.memory, self.prior_weight, self.batch = gamma, memory, prior_weight, batch
         position = np.arange(gamma)
         centre = _confidence_at((np.arange(BINS) + 0.5) / BINS)
+        self.edges = _confidence_at(np.arange(1, BINS) / BINS) ** (position[:, None] + 1)
         self._prior = centre[None, :, None] ** np.maximum(position[None, None, :] - position[:, None, None], 0)
         self._count = np.zeros((gamma, BINS, gamma))
         self._sum = np.zeros((gamma, BINS, gamma))  # of S_j / S_k
-        self._ratio = self._prior.copy()
+        self.ratio = self._prior.copy()
         self._waiting: list[tuple[Floats, npt.NDArray[np.int64]]] = []
 
     def observe(
@@ -64,7 +69,7 @@ class ContinuationModel:
         ratio = np.where(known, survival[:, None] / np.maximum(survival, 1e-30)[:, :, None], 0.0)
         self._count += np.bincount(cell.ravel(), known.ravel(), self._count.size).reshape(shape)
         self._sum += np.bincount(cell.ravel(), ratio.ravel(), self._count.size).reshape(shape)
-        self._ratio = (self._sum + self.prior_weight * self._prior) / (self._count + self.prior_weight)
+        self.ratio = (self._sum + self.prior_weight * self._prior) / (self._count + self.prior_weight)
 
     def expect(self, position: npt.NDArray[np.int64], survival: npt.NDArray[np.floating]) -> Floats:
         """Expected survivals given S at one position each.
@@ -76,17 +81,12 @@ class ContinuationModel:
         Returns:
             [N, gamma] float64; columns before `position` are meaningless, the one at it is `survival` itself.
         """
-        return survival[:, None] * self._ratio[position, self._bin(position, survival)]
+        return survival[:, None] * self.ratio[position, self._bin(position, survival)]
 
     def _bin(self, position: npt.NDArray[np.int64], survival: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
-        confidence = survival ** (1.0 / (position + 1)).astype(np.float32)
-        return np.minimum(_share_of(confidence) * BINS, BINS - 1).astype(np.int64)
-
-
-def _share_of(confidence: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-    """Monotone map of [0, 1] to [0, 1] that spreads the confidences near 1, where most tokens of an easy text lie."""
-    return 1.0 - np.sqrt(np.maximum(1.0 - confidence, 0.0))
+        return (survival[..., None] >= self.edges[position]).sum(-1)
 
 
 def _confidence_at(share: Floats) -> Floats:
+    """Monotone map of [0, 1] to [0, 1] whose steps are short near 1, where most tokens of an easy text lie."""
     return 1.0 - (1.0 - share) ** 2

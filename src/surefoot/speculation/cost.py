@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -34,7 +35,7 @@ class CostTable:
     V(B) is a staircase over the captured buckets (a pass over B tokens replays the smallest bucket >= B) and piecewise
     linear beyond `captured_tokens`, where steps run eagerly at their own size. A running maximum over tokens and over
     context lengths keeps noise from making a larger pass look cheaper. D(R) is piecewise linear in the number of
-    drafted requests.
+    drafted requests; where fewer tokens than gamma are drafted of each, it is D of as many rows (`draft_depths`).
 
     Raises:
         CostTableError: empty, non-finite, non-positive, unordered, or of lengths that do not match.
@@ -44,6 +45,8 @@ class CostTable:
     verify_ms: tuple[tuple[float, ...], ...]  # [C][N] as measured, one curve per context length
     draft_requests: tuple[int, ...] = (1,)  # [M] strictly increasing
     draft_ms: tuple[float, ...] = (0.0,)  # [M]
+    draft_depths: tuple[int, ...] = ()  # [Q] strictly increasing draft tokens of one request, gamma the last
+    draft_depth_ms: tuple[float, ...] = ()  # [Q] D of one request at these depths
     context_lengths: tuple[int, ...] = (0,)  # [C] strictly increasing mean cached lengths
     captured_tokens: int | None = None  # up to here V is a staircase (None: all buckets are captured)
     fixed_overhead_ms: float = 0.0  # every step
@@ -62,6 +65,9 @@ class CostTable:
         for curve in self.verify_ms:
             _check_times("verify_ms", curve, len(self.token_buckets), "token_buckets", positive=True)
         _check_times("draft_ms", self.draft_ms, len(self.draft_requests), "draft_requests")
+        if self.draft_depths or self.draft_depth_ms:
+            _check_axis("draft_depths", self.draft_depths, least=1)
+            _check_times("draft_depth_ms", self.draft_depth_ms, len(self.draft_depths), "draft_depths")
         _check_times("fixed_overhead_ms", (self.fixed_overhead_ms,), 1, "one number")
         if self.batch_sizes or self.batch_overhead_ms:
             _check_axis("batch_sizes", self.batch_sizes)
@@ -76,7 +82,7 @@ class CostTable:
         if len(lengths) == 1 or context <= lengths[0]:
             return dense[0][first : first + count]
         # Between two profiled lengths, or beyond the longest, on the line through the two nearest: attention is linear.
-        upper = min(int(np.searchsorted(lengths, context)), len(lengths) - 1)
+        upper = min(bisect_left(lengths, context), len(lengths) - 1)
         share = (context - lengths[upper - 1]) / (lengths[upper] - lengths[upper - 1])
         below, above = (dense[i][first : first + count] for i in (upper - 1, upper))
         return below + share * (above - below)
@@ -85,24 +91,45 @@ class CostTable:
         """V(tokens) in ms."""
         return float(self.verify_costs(tokens, 1, context)[0])
 
-    def draft_ms_at(self, requests: int) -> float:
-        """D(requests) in ms; 0 for no request. Piecewise linear, beyond the last point with the slope of the upper half."""
+    def draft_ms_at(self, requests: int, depth: int | None = None) -> float:
+        """D(requests) in ms; 0 for no request. Piecewise linear, beyond the last point with the slope of the upper half.
+
+        Args:
+            depth: tokens drafted of each (None: gamma). What counts is the number of rows of the pass; without measured
+                `draft_depths` it is D at gamma.
+        """
         if requests <= 0:
             return 0.0
-        if requests not in self._draft_cache:
-            at = np.array([requests])
-            self._draft_cache[requests] = float(_interpolate(self.draft_requests, self.draft_ms, at)[0])
-        return self._draft_cache[requests]
+        if (requests, depth) not in self._draft_cache:
+            points, values, at = self.draft_requests, self.draft_ms, requests
+            if depth is not None and self.draft_depths:
+                points, values = self._draft_rows
+                at = requests * min(depth, self.draft_depths[-1])
+            self._draft_cache[requests, depth] = float(_interpolate(points, values, np.array([at]))[0])
+        return self._draft_cache[requests, depth]
+
+    @cached_property
+    def _draft_rows(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """D by rows of the pass: one request at rising depth, then rising numbers of requests at gamma."""
+        gamma = self.draft_depths[-1]
+        rows = (*self.draft_depths[:-1], *(requests * gamma for requests in self.draft_requests))
+        return rows, tuple(np.maximum.accumulate((*self.draft_depth_ms[:-1], *self.draft_ms)).tolist())
 
     def overhead_ms_at(self, requests: int) -> float:
         """Fixed overhead plus the overhead of this batch size, in ms."""
         if not self.batch_sizes:
             return self.fixed_overhead_ms
-        index = max(int(np.searchsorted(self.batch_sizes, requests, side="right")) - 1, 0)
+        index = max(bisect_right(self.batch_sizes, requests) - 1, 0)
         return self.fixed_overhead_ms + self.batch_overhead_ms[index]
 
     def step_costs(
-        self, requests: int, first: int, count: int, context: float = 0.0, drafted: int | None = None
+        self,
+        requests: int,
+        first: int,
+        count: int,
+        context: float = 0.0,
+        drafted: int | None = None,
+        depth: int | None = None,
     ) -> Floats:
         """Cost in ms of a whole step over `first`, `first` + 1, ... target tokens, [count] float64.
 
@@ -112,8 +139,10 @@ class CostTable:
             count: how many consecutive token counts.
             context: mean cached length of the requests, in tokens.
             drafted: requests that are drafted for (None: all).
+            depth: tokens drafted of each (None: gamma).
         """
-        constant = self.draft_ms_at(requests if drafted is None else drafted) + self.overhead_ms_at(requests)
+        drafting = self.draft_ms_at(requests if drafted is None else drafted, depth)
+        constant = drafting + self.overhead_ms_at(requests)
         return self.verify_costs(first, count, context) + constant
 
     @cached_property
@@ -126,7 +155,7 @@ class CostTable:
         return np.maximum.accumulate(np.maximum.accumulate(np.array(self.verify_ms), axis=1), axis=0)
 
     @cached_property
-    def _draft_cache(self) -> dict[int, float]:
+    def _draft_cache(self) -> dict[tuple[int, int | None], float]:
         return {}
 
     @cached_property
@@ -154,6 +183,7 @@ class CostTable:
             self,
             verify_ms=tuple(tuple(value * factor for value in curve) for curve in self.verify_ms),
             draft_ms=tuple(value * factor for value in self.draft_ms),
+            draft_depth_ms=tuple(value * factor for value in self.draft_depth_ms),
             fixed_overhead_ms=self.fixed_overhead_ms * factor,
             batch_overhead_ms=tuple(value * factor for value in self.batch_overhead_ms),
         )

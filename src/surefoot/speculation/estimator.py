@@ -1,7 +1,7 @@
 """Confidence without a trained head, and a trained head kept honest: an online logistic per position.
 
 c_k = sigma(a_k + b_k s_k) with one scalar signal s_k per position that depends on the context and x_<k alone: the
-margin between the two largest logits of q_k, the match length of a point-mass drafter, or the logit of a confidence
+log-odds of the likeliest token of q_k, the match length of a point-mass drafter, or the logit of a confidence
 head. (q_k(x_k) is not such a signal: it looks at the token.) Outcomes are counted per position and bin of the signal;
 binned counts are the sufficient statistics of this model, so a few Newton steps on them are an exact refit whatever
 the number of past blocks. Counts are forgotten exponentially, so that the fit follows drift, and so that positions no
@@ -34,15 +34,16 @@ class ConfidenceSource(Protocol):
 
     @property
     def warming_up(self) -> bool:
-        """Full windows are needed to learn from; pass it to the planner."""
+        """Full windows are needed to learn from: some blocks' (`exploration.py`)."""
         ...
 
-    def confidence(self, logits: Tensor | None, signal: Tensor | None) -> Tensor:
+    def confidence(self, logits: Tensor | None, signal: Tensor | None, explored: int = 0) -> Tensor:
         """Calibrated confidences, on the device and without a host read.
 
         Args:
             logits: [R, gamma] confidence logits of a head, or None.
             signal: [R, gamma] signal for the estimator, or None.
+            explored: the first so many blocks whose estimate has to be learned count as certain.
 
         Returns:
             [R, gamma] float32 in [0, 1].
@@ -97,8 +98,8 @@ class LogisticEstimator:
         self._waiting: list[tuple[Floats, Ints, Ints]] = []
         self._since_refit = 0
         self._ready = False
-        self.refits += 1
         self.parameters.copy_(torch.from_numpy(self._fit))
+        self.refits += 1
 
     @property
     def fit(self) -> Floats:
@@ -161,10 +162,10 @@ class LogisticEstimator:
             self._tried.sum(0)[None], self._signal.sum(0)[None], self._accepted.sum(0)[None], self.prior[:, None], 1.0
         )
         self._fit = _newton(self._tried, self._signal, self._accepted, common, 8.0)
-        self.refits += 1
         fitted = torch.from_numpy(self._fit).to(self.parameters.dtype)
         # A pageable source would make the host wait for the device.
         self.parameters.copy_(fitted.pin_memory() if self.parameters.is_cuda else fitted, non_blocking=True)
+        self.refits += 1
 
 
 def _newton(tried: Floats, signal: Floats, accepted: Floats, prior: Floats, weight: float, steps: int = 8) -> Floats:
@@ -197,27 +198,23 @@ def _newton(tried: Floats, signal: Floats, accepted: Floats, prior: Floats, weig
 
 
 class SignalConfidence:
-    """Confidence of a drafter without a head: estimated online from its signal. All ones while warming up."""
+    """Confidence of a drafter without a head: estimated online from its signal."""
 
     def __init__(self, estimator: LogisticEstimator) -> None:
         self.estimator, self.gamma = estimator, estimator.gamma
-        self._warming_up = True  # as `_floor` has it
-        self._floor = torch.ones((), device=estimator.parameters.device)  # 1 while warming up, else 0
 
     @property
     def warming_up(self) -> bool:
         return self.estimator.warming_up
 
-    def confidence(self, logits: Tensor | None, signal: Tensor | None) -> Tensor:
-        return torch.maximum(self.estimator.estimate(_given(signal, "signal")), self._floor)
+    def confidence(self, logits: Tensor | None, signal: Tensor | None, explored: int = 0) -> Tensor:
+        signal = _given(signal, "signal")
+        return certain(self.estimator.estimate(signal), signal[:, 0] > 0, explored)
 
     def observe(
         self, logits: Tensor | None, signal: Tensor | None, accepted: Tensor | Ints, widths: Tensor | Ints
     ) -> None:
         self.estimator.observe(_host(_given(signal, "signal")), _host_int(accepted), _host_int(widths))
-        if self.estimator.warming_up != self._warming_up:
-            self._warming_up = not self._warming_up
-            self._floor.fill_(float(self._warming_up))
 
 
 class HeadConfidence:
@@ -261,7 +258,7 @@ class HeadConfidence:
         """Mean predicted minus mean observed acceptance of the head over the window."""
         return float((self._sums[1] - self._sums[2]) / self._sums[0]) if self._sums[0] else 0.0
 
-    def confidence(self, logits: Tensor | None, signal: Tensor | None) -> Tensor:
+    def confidence(self, logits: Tensor | None, signal: Tensor | None, explored: int = 0) -> Tensor:
         logits = _given(logits, "confidence logits")
         head = self.calibration.apply(logits)
         return (
@@ -289,6 +286,13 @@ class HeadConfidence:
         limit = max(self.tolerance / 2 if self.recalibrating else self.tolerance, by_chance)
         self.recalibrating = abs(self.drift) > limit and not self.estimator.warming_up
         self._use_estimator.fill_(self.recalibrating)
+
+
+def certain(confidence: Tensor, learned: Tensor, explored: int) -> Tensor:
+    """`confidence` ([R, gamma]), with 1 in the first `explored` of the blocks that are `learned` from ([R] bool)."""
+    if not explored:
+        return confidence
+    return confidence.masked_fill((learned & (learned.cumsum(0) <= explored)).unsqueeze(1), 1.0)
 
 
 def _given(value: Tensor | None, name: str) -> Tensor:

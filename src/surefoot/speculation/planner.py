@@ -20,9 +20,10 @@ equal; the smaller wins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ class Reason(str, Enum):
     FULL = "full_window_pays"  # searched, and nothing was worth trimming
     NO_TABLE = "no_table"  # verifies everything
     FLAT_TABLE = "flat_table"  # more tokens cost nothing on this table: verifies everything
-    COLD = "cold_confidences"  # no request has published yet, or the estimator is warming up: verifies everything
+    COLD = "cold_confidences"  # no request has published yet: verifies everything
     PREFILL = "prefill_in_batch"  # a prompt chunk dominates the step: trimming is suspended
     SMALL_GAIN = "gain_too_small"  # the best trim promises less than the minimum gain: verifies everything
     FORCED = "forced"  # widths were given
@@ -93,8 +94,8 @@ class StepLoad:
     prefill_tokens: int = 0  # rows of prompt chunks in the same pass
     context: float = 0.0  # mean cached length, tokens
     step: int = 0  # rotates a forced pattern
-    warming_up: bool = False  # the confidence source needs full windows
     model_rows: int | None = None  # requests the drafter's model is expected to run for (None: every one in limits)
+    depth: int | None = None  # tokens it drafts of each block (None: gamma)
 
     @property
     def drafted(self) -> int:
@@ -165,10 +166,18 @@ class Planner:
         widest = self.gamma if self.max_width is None else self.max_width
         return np.minimum(np.asarray(load.limits, dtype=np.int64), widest)
 
-    def _settled(self, load: StepLoad, limits: npt.NDArray[np.int64], full: int, lag: float = 0.0) -> Decision | None:
-        """The decision of a step in which there is nothing to search, or None."""
+    def settled(self, load: StepLoad, full: int | None = None, lag: float = 0.0) -> Decision | None:
+        """The decision of a step in which there is nothing to search, or None.
+
+        Args:
+            full: sum of the limits, if it is known already.
+            lag: of the survivals that a search would have used.
+        """
+        if full is None:
+            widest = self.gamma if self.max_width is None else self.max_width
+            full = int(sum(min(limit, widest) for limit in load.limits))
         if self.forced is not None:
-            widths = self.forced.widths(load.step, limits)
+            widths = self.forced.widths(load.step, self.limits_of(load))
             return self._decision(load, int(widths.sum()), Reason.FORCED, full, widths=tuple(widths.tolist()))
         if full == 0:
             return self._decision(load, 0, Reason.NOTHING_DRAFTED, full)
@@ -176,8 +185,6 @@ class Planner:
             return Decision(full, Reason.NO_TABLE, full)
         if self.table.is_flat:
             return self._decision(load, full, Reason.FLAT_TABLE, full)
-        if load.warming_up:
-            return self._decision(load, full, Reason.COLD, full)
         if load.prefill_tokens and not self.trim_beside_prefill:
             return self._decision(load, full, Reason.PREFILL, full, lag=lag)
         return None
@@ -200,43 +207,42 @@ class Planner:
             ms = float(costs[budget])
         elif self.table is not None:
             first = load.requests + load.prefill_tokens + budget
-            ms = float(self.table.step_costs(load.requests, first, 1, load.context, load.drafted)[0])
+            ms = float(self.table.step_costs(load.requests, first, 1, load.context, load.drafted, load.depth)[0])
         return Decision(budget, reason, full, tokens, ms, gain, lag, widths)
 
     def _costs(self, load: StepLoad, count: int) -> Floats:
         """Step cost in ms at K = 0 ... count - 1."""
         assert self.table is not None
         first = load.requests + load.prefill_tokens
-        return self.table.step_costs(load.requests, first, count, load.context, load.drafted)
+        return self.table.step_costs(load.requests, first, count, load.context, load.drafted, load.depth)
 
-    def _floor(self, limits: npt.NDArray[np.int64]) -> int:
-        """Mandatory positions, which every budget covers."""
-        return int(np.minimum(limits, self.min_width).sum()) if self.min_width else 0
 
-    def _order(
-        self, survival: npt.NDArray[np.floating], limits: npt.NDArray[np.int64], full: int
-    ) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Survivals in the order `allocate` gives slots out, and the position-major index (position * D + request) of
-        each.
+def _ranked(
+    survival: npt.NDArray[np.floating], limits: npt.NDArray[np.int64], min_width: int
+) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """[limits.sum()] survivals in the order `allocate` gives slots out, and the request of each.
 
-        Mandatory positions (up to min_width) come first; positions behind a limit are left out.
-        """
-        values = key = survival.T.ravel()
-        if full < len(key) or self.min_width:
-            position = np.arange(self.gamma)[:, None]
-            inside = np.where(position < limits, survival.T, -1.0)
-            key = np.where(position < np.minimum(limits, self.min_width), 2.0, inside).ravel()
-        order = np.argsort(-key, kind="stable")[:full]
-        return _on_grid(values[order]), order
+    Mandatory positions (up to min_width) come first; positions behind a limit are left out.
+    """
+    requests, gamma = survival.shape
+    full = int(limits.sum())
+    values = key = survival.T.ravel()
+    if full < len(key) or min_width:
+        position = np.arange(gamma)[:, None]
+        inside = np.where(position < limits, survival.T, -1.0)
+        key = np.where(position < np.minimum(limits, min_width), 2.0, inside).ravel()
+    order = np.argsort(-key, kind="stable")[:full]
+    return _on_grid(values[order]), order % requests
 
-    def _ranked(
-        self, load: StepLoad, budget: int, order: npt.NDArray[np.int64], expected: Floats, costs: Floats
-    ) -> Decision:
-        """The decision for the first `budget` positions of `order`, which are what `allocate` would choose."""
-        full, count = len(order), len(load.limits)
-        reason = Reason.PLANNED if budget < full else Reason.FULL
-        widths = tuple(np.bincount(order[:budget] % count, minlength=count).tolist())
-        return self._decision(load, budget, reason, full, tokens=float(expected[budget]), costs=costs, widths=widths)
+
+def _floor(limits: npt.NDArray[np.int64], min_width: int) -> int:
+    """Mandatory positions, which every budget covers."""
+    return int(np.minimum(limits, min_width).sum()) if min_width else 0
+
+
+def _widths(owner: npt.NDArray[np.int64], budget: int, requests: int) -> tuple[int, ...]:
+    """[D] widths that the first `budget` of ranked positions make."""
+    return tuple(np.bincount(owner[:budget], minlength=requests).tolist())
 
 
 def _sums(gains: Floats) -> Floats:
@@ -288,7 +294,7 @@ class StalePlanner(Planner):
             )
         limits = self.limits_of(load)
         full = int(limits.sum())
-        settled = self._settled(load, limits, full, published.lag)
+        settled = self.settled(load, full, published.lag)
         if settled is not None:
             return settled
         costs = self._costs(load, full + 1)
@@ -314,7 +320,7 @@ class StalePlanner(Planner):
             survival = survival + len(limits) ** -0.5 * (published.forecast - survival)
         floor = 0
         if self.min_width:
-            ordered, floor = self._order(survival, limits, len(costs) - 1)[0], self._floor(limits)
+            ordered, floor = _ranked(survival, limits, self.min_width)[0], _floor(limits, self.min_width)
         else:
             whole = len(costs) > survival.size
             inside = survival.ravel() if whole else survival[np.arange(self.gamma) < limits[:, None]]
@@ -360,11 +366,11 @@ class CausalPlanner(Planner):
         """Choose the budget from the survivals of this step's blocks ([D, gamma], on the host)."""
         limits = self.limits_of(load)
         full = int(limits.sum())
-        settled = self._settled(load, limits, full)
+        settled = self.settled(load, full)
         if settled is not None:
             return settled
-        ordered, order = self._order(np.asarray(current), limits, full)
-        floor = self._floor(limits)
+        ordered, owner = _ranked(np.asarray(current), limits, self.min_width)
+        floor = _floor(limits, self.min_width)
         costs = self._costs(load, full + 1)
         expected = load.requests + _sums(ordered)
         rate = expected / (self._smoothed(costs) if self.smooth else costs)
@@ -372,7 +378,9 @@ class CausalPlanner(Planner):
         budget = floor + int(worse[0]) if worse.size else full
         if self.smooth:
             budget = int(np.searchsorted(costs, costs[budget], side="right")) - 1
-        return self._ranked(load, budget, order, expected, costs)
+        widths = _widths(owner, budget, len(limits))
+        reason = Reason.PLANNED if budget < full else Reason.FULL
+        return self._decision(load, budget, reason, full, tokens=float(expected[budget]), costs=costs, widths=widths)
 
     def _smoothed(self, costs: Floats) -> Floats:
         if not np.array_equal(self._hull[0], costs):
@@ -396,6 +404,82 @@ def _lower_convex_hull(costs: Floats) -> Floats:
     return np.interp(np.arange(len(costs)), hull, costs[hull])
 
 
+class Admission(NamedTuple):
+    """What the stopping rule admits."""
+
+    budget: int  # K
+    widths: tuple[int, ...]  # [D]
+    expected_tokens: float
+
+
+@dataclass(frozen=True)
+class StoppingProblem:
+    """One step as the stopping rule sees it; every array is on the host."""
+
+    survival: npt.NDArray[np.float32]  # [D, gamma] of this step's blocks
+    limits: npt.NDArray[np.int64]  # [D] largest widths
+    costs: Floats  # [limits.sum() + 1] ms of the step at K = 0, 1, ...
+    requests: int  # R, tokens that come without a draft
+    min_width: int
+    price: float | None  # tokens per ms of past steps; None: not known yet
+    model: ContinuationModel
+
+
+def admit(problem: StoppingProblem) -> Admission:
+    """The rule of `StoppingPlanner`: admit heads until no number of further admissions is expected to pay."""
+    survival, limits, costs, price = problem.survival, problem.limits, problem.costs, problem.price
+    ordered, owner = _ranked(survival, limits, problem.min_width)
+    full, few = len(ordered), len(limits) <= FEW
+    expected = problem.requests + _sums(ordered)
+    admitted = _floor(limits, problem.min_width)
+    rises = np.flatnonzero(costs[1:] > costs[:-1])  # the last K of every shelf: what is left of a shelf is free
+    start = np.arange(len(limits)) * (survival.shape[1] + 1)
+    ahead_of: Floats | None = None  # once somebody wants to know
+    while admitted < full:
+        shelf = int(rises.searchsorted(admitted))
+        end = int(rises[shelf]) if shelf < len(rises) else full
+        if end > admitted:
+            admitted = end  # whatever stands on it: to look before would be to look ahead
+            continue
+        stop, now = expected[admitted], costs[admitted]
+        if few:  # a head that pays for itself needs no plan
+            head, then = expected[admitted + 1], costs[admitted + 1]
+            if head * now > stop * then if price is None else head - stop > price * (then - now):
+                admitted += 1
+                continue
+        if ahead_of is None:
+            ahead_of = _gains(problem)
+        widths = np.bincount(owner[:admitted], minlength=len(limits))
+        gains = ahead_of[start + widths].ravel()
+        gains.sort()
+        ahead, go = stop + gains[: admitted - full - 1 : -1].cumsum(), costs[admitted + 1 :]
+        worth = ahead / go - stop / now if price is None else (ahead - stop) - price * (go - now)
+        best = int(worth.argmax())
+        if worth[best] <= 0:
+            break
+        # A few requests: look again at once, every head can change the plan. Many: half-way is soon enough, since what
+        # their heads reveal is on average what was expected.
+        admitted += 1 if few else 1 + best // 2
+    return Admission(admitted, _widths(owner, admitted, len(limits)), float(expected[admitted]))
+
+
+def _gains(problem: StoppingProblem) -> Floats:
+    """Expected gains of a request's positions, for every width it may have been admitted: [D * (gamma + 1), gamma].
+
+    The head is taken as it is, what lies behind it by the model; -1 in front of the head and behind the limit.
+    """
+    requests, gamma = problem.survival.shape
+    heads = np.arange(problem.survival.size) % gamma
+    expected = problem.model.expect(heads, problem.survival.ravel()).reshape(requests, gamma, gamma)
+    ahead = np.where(np.tri(gamma, k=-1), -1.0, 1.0)  # [head, position]: -1 in front of the head
+    gains = np.full((requests, gamma + 1, gamma), -1.0)
+    np.minimum(expected, ahead, out=gains[:, :-1])
+    if problem.limits.min() < gamma:
+        inside = np.arange(gamma) < problem.limits[:, None]
+        np.minimum(gains, np.where(inside, 1.0, -1.0)[:, None], out=gains)
+    return gains.reshape(-1, gamma)
+
+
 @dataclass
 class StoppingPlanner(Planner):
     """Optimal stopping on current survivals over a jagged cost curve, without looking ahead.
@@ -410,14 +494,18 @@ class StoppingPlanner(Planner):
     price in all of them (Dinkelbach's transform of the ratio of sums), not by maximising each step's own ratio: that
     would trim unlucky blocks too little and lucky ones too much. Until a price is known the ratio of the step itself
     is used.
+
+    Attributes:
+        rule: `admit`, or something that admits the same faster.
     """
+
+    rule: Callable[[StoppingProblem], Admission] = admit
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.model = ContinuationModel(self.gamma)
         self.prices = PriceOfTime()
         self._priced_in = self.table
-        self._ahead = np.where(np.tri(self.gamma, k=-1), -1.0, 1.0)  # [head, position]: -1 in front of the head
 
     def decide(self, current: Tensor | npt.NDArray[np.floating], load: StepLoad) -> Decision:
         """Choose the budget from the survivals of this step's blocks ([D, gamma], on the host), then learn from them."""
@@ -426,7 +514,7 @@ class StoppingPlanner(Planner):
         if self.table is not self._priced_in:  # drift has rescaled the table: old prices are in old milliseconds
             self.prices, self._priced_in = PriceOfTime(), self.table
         full = int(limits.sum())
-        decision = self._settled(load, limits, full) or self._search(survival, load, limits, full)
+        decision = self.settled(load, full) or self._search(survival, load, limits, full)
         self.model.observe(survival, limits)  # after the decision: nothing of this step informs its own continuation
         if decision.expected_tokens is not None and decision.predicted_ms:
             self.prices.observe(load.requests, decision.expected_tokens, decision.predicted_ms)
@@ -435,55 +523,12 @@ class StoppingPlanner(Planner):
     def _search(
         self, survival: npt.NDArray[np.floating], load: StepLoad, limits: npt.NDArray[np.int64], full: int
     ) -> Decision:
-        ordered, order = self._order(survival, limits, full)
-        costs = self._costs(load, full + 1)
-        price = self.prices.price(load.requests)
-        expected = load.requests + _sums(ordered)
-        admitted = self._floor(limits)
-        rises = np.flatnonzero(costs[1:] > costs[:-1])  # the last K of every shelf: what is left of a shelf is free
-        owner, few = order % len(limits), len(limits) <= FEW
-        start = np.arange(len(limits)) * (self.gamma + 1)
-        ahead_of: Floats | None = None  # once somebody wants to know
-        while admitted < full:
-            shelf = int(rises.searchsorted(admitted))
-            end = int(rises[shelf]) if shelf < len(rises) else full
-            if end > admitted:
-                admitted = end  # whatever stands on it: to look before would be to look ahead
-                continue
-            stop, now = expected[admitted], costs[admitted]
-            if few:  # a head that pays for itself needs no plan
-                head, then = expected[admitted + 1], costs[admitted + 1]
-                if head * now > stop * then if price is None else head - stop > price * (then - now):
-                    admitted += 1
-                    continue
-            if ahead_of is None:
-                ahead_of = self._gains(survival, limits)
-            widths = np.bincount(owner[:admitted], minlength=len(limits))
-            gains = ahead_of[start + widths].ravel()
-            gains.sort()
-            ahead, go = stop + gains[: admitted - full - 1 : -1].cumsum(), costs[admitted + 1 :]
-            worth = ahead / go - stop / now if price is None else (ahead - stop) - price * (go - now)
-            best = int(worth.argmax())
-            if worth[best] <= 0:
-                break
-            # A few requests: look again at once, every head can change the plan. Many: half-way is soon enough, since what
-            # their heads reveal is on average what was expected.
-            admitted += 1 if few else 1 + best // 2
-        return self._ranked(load, admitted, order, expected, costs)
-
-    def _gains(self, survival: npt.NDArray[np.floating], limits: npt.NDArray[np.int64]) -> Floats:
-        """Expected gains of a request's positions, for every width it may have been admitted: [D * (gamma + 1), gamma].
-
-        The head is taken as it is, what lies behind it by the model; -1 in front of the head and behind the limit.
-        """
-        heads = np.arange(survival.size) % self.gamma
-        expected = self.model.expect(heads, survival.ravel())
-        gains = np.full((len(limits), self.gamma + 1, self.gamma), -1.0)
-        np.minimum(expected.reshape(-1, self.gamma, self.gamma), self._ahead, out=gains[:, :-1])
-        if limits.min() < self.gamma:
-            inside = np.arange(self.gamma) < limits[:, None]
-            np.minimum(gains, np.where(inside, 1.0, -1.0)[:, None], out=gains)
-        return gains.reshape(-1, self.gamma)
+        costs, price = self._costs(load, full + 1), self.prices.price(load.requests)
+        budget, widths, tokens = self.rule(
+            StoppingProblem(survival, limits, costs, load.requests, self.min_width, price, self.model)
+        )
+        reason = Reason.PLANNED if budget < full else Reason.FULL
+        return self._decision(load, budget, reason, full, tokens=tokens, costs=costs, widths=widths)
 
 
 class PriceOfTime:

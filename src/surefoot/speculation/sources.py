@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surefoot.speculation.cost import CostTable
-from surefoot.speculation.estimator import ConfidenceSource, Ints, LogisticEstimator, SignalConfidence
+from surefoot.speculation.estimator import ConfidenceSource, Ints, LogisticEstimator, SignalConfidence, certain
 
 Floats = npt.NDArray[np.float64]
 LOOKUP_PRIOR = (-2.0, 1.0)
@@ -111,10 +111,11 @@ class SourceChoice:
         lookup, trained = (1.0 + _expected(e, _evidence(found)) for e in (self.lookup, self.trained))
         lookup[0] = 1.0  # no match, no draft
         widest = max(lookup.shape[1], trained.shape[1])
-        costs, draft_ms = np.ones(widest), 0.0
+        costs, draft_ms = np.ones(widest), np.zeros(trained.shape[1])
         if self.table is not None:
             rows = self.table.step_costs(requests, requests, requests * (widest - 1) + 1, context, drafted=0)
-            costs, draft_ms = rows[::requests], self.table.draft_ms_at(requests)
+            costs = rows[::requests]
+            draft_ms += [self.table.draft_ms_at(requests, max(width, 1)) for width in range(len(draft_ms))]
         with_lookup = (lookup / costs[: lookup.shape[1]]).max(1)
         with_model, drawn = ((trained / (costs[: trained.shape[1]] + paid)).max(1) for paid in (draft_ms, 0.0))
         takes = with_lookup >= with_model
@@ -154,43 +155,58 @@ class CombinedConfidence:
 
     As of every `ConfidenceSource`, with these meanings: `signal` is the match length of every request, whoever drafts for
     it. `logits` are what the trained drafter's confidence is read from (its head's logits, or its signal where it has no
-    head), NaN in the rows of the lookup.
+    head), NaN in the rows of the lookup; None where it drafted for nobody.
 
     Args:
         choice: whose `lookup` estimate is used and taught, and which learns what the trained drafter is worth.
         trained: confidence of the trained drafter.
     """
 
-    warming_up = False  # of the lookup alone, whose confidence is 1 meanwhile; the trained drafter need not wait for it
-
     def __init__(self, choice: SourceChoice, trained: ConfidenceSource) -> None:
         self.choice, self.trained = choice, trained
         self.lookup = SignalConfidence(choice.lookup)
         self.gamma = max(self.lookup.gamma, trained.gamma)
+        # [longest match + 1, gamma] confidence of the lookup by match length, as of the estimate's refit of this number
+        self._by_match, self._refit = torch.empty(0), -1
 
-    def confidence(self, logits: Tensor | None, signal: Tensor | None) -> Tensor:
-        assert logits is not None
+    @property
+    def warming_up(self) -> bool:
+        """The lookup alone: what the trained drafter is worth, its head knows."""
+        return self.lookup.warming_up
+
+    def confidence(self, logits: Tensor | None, signal: Tensor | None, explored: int = 0) -> Tensor:
         assert signal is not None
+        from_lookup, found = self._from_lookup(signal[:, 0].to(torch.int64)), signal[:, 0] > 0
+        if logits is None:
+            return certain(from_lookup, found, explored)
         own = logits[:, : self.trained.gamma]
-        evidence = signal[:, : self.lookup.gamma].clamp(min=1).log2()
-        from_lookup = self._widened(self.lookup.confidence(None, evidence))
+        looked_up = own[:, 0].isnan()
         from_model = self._widened(self.trained.confidence(own, own))
-        return torch.where(own[:, :1].isnan(), from_lookup, from_model)
+        return torch.where(looked_up.unsqueeze(1), certain(from_lookup, found & looked_up, explored), from_model)
+
+    def _from_lookup(self, match: Tensor) -> Tensor:
+        """[R] -> [R, gamma]; worked out for every match length once the estimate has changed."""
+        if self._refit != self.choice.lookup.refits:
+            self._refit = self.choice.lookup.refits
+            every = torch.arange(self.choice.longest_match + 1, device=match.device)
+            evidence = every.clamp(min=1).log2().unsqueeze(1).expand(-1, self.lookup.gamma)
+            self._by_match = self._widened(self.choice.lookup.estimate(evidence))
+        return self._by_match[match]
 
     def _widened(self, confidence: Tensor) -> Tensor:
         """[R, n] -> [R, gamma], 0 where its source never drafts."""
-        return F.pad(confidence, (0, self.gamma - confidence.shape[1]))
+        missing = self.gamma - confidence.shape[1]
+        return F.pad(confidence, (0, missing)) if missing else confidence
 
     def observe(
         self, logits: Tensor | None, signal: Tensor | None, accepted: Tensor | Ints, widths: Tensor | Ints
     ) -> None:
-        assert logits is not None
         assert signal is not None
         accepted, widths = np.asarray(accepted, np.int64), np.asarray(widths, np.int64)
         match = signal[:, 0].numpy().astype(np.int64)
-        drawn = ~np.isnan(logits[:, 0].numpy())
+        drawn = np.zeros(len(match), bool) if logits is None else ~np.isnan(logits[:, 0].numpy())
         self.choice.observe(match, accepted, widths, drawn)
-        if drawn.any():
+        if logits is not None and drawn.any():
             own = logits[torch.from_numpy(drawn), : self.trained.gamma]
             self.trained.observe(own, own, accepted[drawn], widths[drawn])
         if (found := ~drawn & (match > 0)).any():

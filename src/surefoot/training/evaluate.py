@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.errors import CalibrationError, ConfigurationError
 from surefoot.sampling import SamplingParams
-from surefoot.speculation.calibration import Calibration, quality_by_position
+from surefoot.speculation.calibration import Calibration
 from surefoot.speculation.json_files import read_object, write_object
 from surefoot.targets.target import Target
-from surefoot.training.measure import Blocks, describe_blocks, speculation_engine, survival_of, watch, weights_digest
+from surefoot.training.measure import Blocks, arms_of, describe_blocks, speculation_engine, watch, weights_digest
 from surefoot.training.plots import acceptance_plot, reliability_plot
 from surefoot.training.progress import Progress
 from surefoot.training.prompts import Prompt, read_prompts, tokenizer_of
@@ -94,6 +95,8 @@ def evaluate(
     longest = max(len(ids) for texts in tokens.values() for ids in texts)
     engine = speculation_engine(target, drafter, batch=batch, max_model_len=longest + max_tokens + 1)
     fitted = load_calibration(drafter, engine.gamma, calibration)
+    if isinstance(engine.drafter, DSparkDrafter):  # draws as it will when it serves, but says what its head says
+        engine.drafter.calibration = None if fitted is None else fitted.uncalibrated()
     report: dict[str, Any] = {
         "format": "surefoot-evaluation",
         "version": 1,
@@ -105,6 +108,7 @@ def evaluate(
         "prompts": {name: len(prompts) for name, prompts in workloads.items()},
         "unseen": check,
         "calibrated": fitted is not None,
+        "draft_sharpness": None if fitted is None or fitted.sharpness is None else fitted.sharpness.tolist(),
         "results": {},
     }
     everything: dict[str, Blocks] = {}
@@ -124,10 +128,7 @@ def evaluate(
         if name.startswith("all at "):
             pooled.merge(group)
     if pooled.logits:
-        logits = pooled.confidence_logits()
-        arms = {"before": quality_by_position(survival_of(logits, 1.0), pooled.outcomes)}
-        if fitted is not None:
-            arms["after"] = quality_by_position(survival_of(logits, fitted.temperatures.numpy()), pooled.outcomes)
+        arms = {arm: pooled.quality(judge) for arm, judge in arms_of(pooled, fitted).items()}
         reliability_plot(arms, output / "reliability.png")
     return report
 
@@ -149,7 +150,7 @@ def card(report: dict[str, Any]) -> str:
         f"# {Path(report['drafter']).name}: a drafter for {report['target']}",
         "",
         f"gamma {gamma}, weights `{report['weights'][:19]}`, texts of {report['max_tokens']} tokens. "
-        f"Training data: {report['unseen']}.",
+        f"Training data: {report['unseen']}." + _sharpness(report.get("draft_sharpness")),
         "",
         "## Acceptance in the real loop",
         "",
@@ -175,17 +176,25 @@ def card(report: dict[str, Any]) -> str:
             "",
             "## Confidence, all workloads",
             "",
-            "Expected calibration error (15 bins) and area under the curve of the survival at each position.",
+            "Expected calibration error (15 bins) and area under the curve of the survival at each position. By chance: the "
+            "error that a perfect calibration would show in as many blocks.",
             "",
             "| temperature | figure | " + " | ".join(f"{k}" for k in range(1, gamma + 1)) + " |",
             "|---|---|" + "---|" * gamma,
         ]
         for temperature, figures in measured.items():
-            for key in ("labelled", "ece_before", "ece_after", "auc_before", "auc_after"):
+            for key in ("labelled", "ece_before", "ece_after", "ece_by_chance_after", "auc_before", "auc_after"):
                 if key in figures:
                     cells = " | ".join(str(v) if key == "labelled" else _text(v, 4) for v in figures[key])
                     lines.append(f"| {temperature} | {key.replace('_', ' ')} | {cells} |")
     return "\n".join(lines) + "\n"
+
+
+def _sharpness(fitted: list[float] | None) -> str:
+    if fitted is None:
+        return ""
+    values = ", ".join(f"{value:g}" for value in (fitted[:1] if len(set(fitted)) == 1 else fitted))
+    return f" Drafts at temperatures above 0 are drawn at the temperature divided by {values}."
 
 
 def _text(value: float | None, digits: int = 3) -> str:

@@ -149,6 +149,7 @@ def draft_config(target: Target, anatomy: Anatomy, shape: DrafterShape, words: W
         "feature_norm": True,
         "draft_vocab_size": None if words.vocabulary is None else len(words.vocabulary),
         "weight_storage": "int8" if shape.storage == "int8" else "native",
+        "shorter_blocks": True,
     }
     return DSparkConfig(**fields)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,17 +11,28 @@ import numpy.typing as npt
 import torch
 
 from surefoot.drafters.checkpoint import describe_checkpoint
+from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine, EngineConfig
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
-from surefoot.speculation.calibration import Calibration, Outcomes, fit_temperatures, quality_by_position
+from surefoot.speculation.calibration import (
+    Calibration,
+    Outcomes,
+    PositionQuality,
+    Provenance,
+    fit_temperatures,
+    fit_weights,
+    quality_by_position,
+)
 from surefoot.targets.target import Target
 from surefoot.training.files import file_digest
+from surefoot.training.forced import Text, choose_sharpness, follow
 from surefoot.training.progress import Progress
 
 WEIGHTS = "model.safetensors"
+WRITING = 0.75  # share of a calibration's time that goes into the texts
 
 
 def set_threads(threads: int | None) -> None:
@@ -63,11 +74,33 @@ class Blocks:
     gamma: int
     accepted: list[int] = field(default_factory=list)  # [N]
     verified: list[int] = field(default_factory=list)  # [N] less than gamma only at the end of a text
+    temperature: list[float] = field(default_factory=list)  # [N]
     logits: list[list[float]] = field(default_factory=list)  # [N, gamma] of the confidence head; empty without one
+    signal: list[list[float]] = field(default_factory=list)  # [N, gamma]; empty without a head
 
     def merge(self, other: Blocks) -> None:
-        for name in ("accepted", "verified", "logits"):
+        for name in ("accepted", "verified", "temperature", "logits", "signal"):
             getattr(self, name).extend(getattr(other, name))
+
+    def at(self, temperature: float) -> Blocks:
+        """Those of requests sampled at this temperature."""
+        kept = [i for i, t in enumerate(self.temperature) if t == temperature]
+        lists = {
+            name: [values[i] for i in kept] if (values := getattr(self, name)) else []
+            for name in ("accepted", "verified", "temperature", "logits", "signal")
+        }
+        return Blocks(self.gamma, **lists)
+
+    def survival(self, calibration: Calibration) -> npt.NDArray[np.float64]:
+        """[N, gamma] as `calibration` predicts it."""
+        shape = (-1, self.gamma)
+        return calibration.survival(
+            np.reshape(self.logits, shape), np.reshape(self.signal, shape), np.array(self.temperature)
+        )
+
+    def quality(self, calibration: Calibration) -> list[PositionQuality]:
+        """Of that, position by position."""
+        return quality_by_position(self.survival(calibration), self.outcomes)
 
     @property
     def outcomes(self) -> Outcomes:
@@ -93,6 +126,24 @@ class Blocks:
         return rates, counts
 
 
+def note_blocks(report: StepReport, temperature: float, blocks_of: Callable[[str], Blocks]) -> None:
+    """Keep what became of the blocks of one step; `blocks_of` says where those of a request belong."""
+    outputs = report.outputs
+    logits, signal = (
+        None if value is None else value.tolist() for value in (outputs.confidence_logits, outputs.signal)
+    )
+    for row in range(report.inputs.num_drafted):
+        if report.kept[row] == 0 or not outputs.widths[row]:
+            continue
+        blocks = blocks_of(report.request_ids[row])
+        blocks.accepted.append(outputs.accepted[row])
+        blocks.verified.append(outputs.widths[row])
+        blocks.temperature.append(temperature)
+        if logits is not None and signal is not None:
+            blocks.logits.append(logits[row])
+            blocks.signal.append(signal[row])
+
+
 def watch(
     engine: Engine,
     prompts: Mapping[str, Sequence[Sequence[int]]],
@@ -100,6 +151,7 @@ def watch(
     progress: Progress,
     *,
     span: tuple[float, float] = (0.0, 1.0),
+    texts: list[Text] | None = None,
 ) -> dict[str, Blocks]:
     """Complete the prompts of every workload and return its blocks.
 
@@ -107,37 +159,33 @@ def watch(
         prompts: token ids by workload.
         params: of all; each request gets a seed of its own.
         span: which part of `progress` this is.
+        texts: gets what was written.
     """
     found = {workload: Blocks(engine.gamma) for workload in prompts}
     owner: dict[str, str] = {}
 
     def observe(report: StepReport) -> None:
-        outputs = report.outputs
-        logits = None if outputs.confidence_logits is None else outputs.confidence_logits.tolist()
-        for row in range(report.inputs.num_drafted):
-            if report.kept[row] == 0 or not outputs.widths[row]:
-                continue
-            blocks = found[owner[report.request_ids[row]]]
-            blocks.accepted.append(outputs.accepted[row])
-            blocks.verified.append(outputs.widths[row])
-            if logits is not None:
-                blocks.logits.append(logits[row])
+        note_blocks(report, params.temperature, lambda request: found[owner[request]])
 
     engine.add_observer(observe)
+    requests = []
     try:
-        for workload, texts in prompts.items():
-            for number, tokens in enumerate(texts):
-                request = engine.add_request(tokens, replace(params, seed=number))
-                owner[request.request_id] = workload
-        total = len(owner)
+        for workload, tokenised in prompts.items():
+            for number, tokens in enumerate(tokenised):
+                requests.append(engine.add_request(tokens, replace(params, seed=number)))
+                owner[requests[-1].request_id] = workload
         while engine.has_work:
             engine.step()
-            done = total - len(engine.requests)
-            progress.update(span[0] + (span[1] - span[0]) * done / max(total, 1), f"{done}/{total} texts")
+            done = len(requests) - len(engine.requests)
+            progress.update(
+                span[0] + (span[1] - span[0]) * done / max(len(requests), 1), f"{done}/{len(requests)} texts"
+            )
     finally:
         engine.remove_observer(observe)
         for request_id in list(engine.requests):
             engine.cancel(request_id)
+    if texts is not None:
+        texts += [Text(tuple(r.token_ids), len(r.prompt_token_ids), params.temperature) for r in requests]
     return found
 
 
@@ -156,33 +204,64 @@ def calibrate(
     *,
     dataset: str,
 ) -> tuple[Calibration, dict[str, object]]:
-    """Fit sequential temperature scaling on the blocks of held-out prompts, all sampling temperatures together.
+    """Fit a calibration on the blocks of held-out prompts, all sampling temperatures together.
 
     Returns the calibration, and its quality for the record. For a drafter with a confidence head only.
     """
-    pooled = Blocks(engine.gamma)
+    assert isinstance(engine.drafter, DSparkDrafter)
+    engine.drafter.calibration = None  # whatever lies beside it
+    pooled, texts = Blocks(engine.gamma), list[Text]()
+    share = WRITING / len(temperatures)
     for number, temperature in enumerate(temperatures):
-        span = (number / len(temperatures), (number + 1) / len(temperatures))
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-        pooled.merge(watch(engine, {dataset: prompts}, params, progress, span=span)[dataset])
-    fitted = fit_temperatures(
-        pooled.confidence_logits(), pooled.outcomes, dataset=dataset, drafter=weights_digest(drafter)
+        span = (number * share, (number + 1) * share)
+        pooled.merge(watch(engine, {dataset: prompts}, params, progress, span=span, texts=texts)[dataset])
+    fitted = fit_calibration(
+        engine.target, engine.drafter, pooled, texts, progress, dataset=dataset, name=weights_digest(drafter)
     )
     provenance = fitted.provenance
     record: dict[str, object] = {
         "blocks": provenance.num_samples,
-        "temperatures": [round(t, 4) for t in fitted.temperatures.tolist()],
-        "ece_before": [round(e, 5) for e in provenance.ece_before],
-        "ece_after": [round(e, 5) for e in provenance.ece_after],
+        "temperatures": _rounded(fitted.temperatures.tolist(), 4),
+        "draft_sharpness": None if fitted.sharpness is None else _rounded(fitted.sharpness.tolist(), 4),
+        "ece_before": _rounded(provenance.ece_before),
+        "ece_after": _rounded(provenance.ece_after),
     }
     return fitted, record
 
 
-def survival_of(
-    logits: npt.NDArray[np.float64], temperatures: npt.NDArray[np.floating] | float
-) -> npt.NDArray[np.float64]:
-    """[N, gamma] confidence logits -> survivals."""
-    return np.cumprod(1 / (1 + np.exp(-np.clip(logits / temperatures, -60, 60))), axis=1)
+def fit_calibration(
+    target: Target,
+    drafter: DSparkDrafter,
+    blocks: Blocks,
+    texts: Sequence[Text],
+    progress: Progress,
+    *,
+    dataset: str,
+    name: str,
+) -> Calibration:
+    """Sharpness and weights from what `drafter` says along `texts`; temperatures from the `blocks` of the real loop.
+
+    The provenance carries the calibration error of the survival in those blocks before and after.
+
+    Args:
+        drafter: bound to `target`, with a head, and without a calibration while the blocks were drafted.
+        blocks: verified whole.
+        name: what the calibration is for.
+    """
+    plain = fit_temperatures(blocks.confidence_logits(), blocks.outcomes, dataset=dataset, drafter=name)
+    written = [text for text in texts if len(text.tokens) > text.start + 1]
+    seen = follow(target, drafter, written, progress, span=(WRITING, 1.0))
+    level = choose_sharpness(seen)
+    reached = seen.reached(seen.chance[:, :, level])
+    weights = fit_weights(seen.logits, seen.signal, seen.temperature, seen.overlap[:, :, level], reached)
+    sharpness = None if seen.sharpness[level] == 1 else [seen.sharpness[level]] * plain.gamma
+    fitted = Calibration(plain.temperatures, weights=weights, sharpness=sharpness)
+    before, after = (
+        tuple(q.ece for q in blocks.quality(calibration)) for calibration in (fitted.uncalibrated(), fitted)
+    )
+    fitted.provenance = Provenance(dataset, len(blocks.accepted), name, before, after)
+    return fitted
 
 
 def describe_blocks(blocks: Blocks, calibration: Calibration | None) -> dict[str, object]:
@@ -197,16 +276,23 @@ def describe_blocks(blocks: Blocks, calibration: Calibration | None) -> dict[str
         "reached": counts,
     }
     if blocks.logits:
-        logits = blocks.confidence_logits()
-        arms: dict[str, npt.NDArray[np.floating] | float] = {"before": 1.0}
-        if calibration is not None:
-            arms["after"] = calibration.temperatures.numpy().astype(np.float64)
-        for arm, temperatures in arms.items():
-            quality = quality_by_position(survival_of(logits, temperatures), blocks.outcomes)
+        for arm, fitted in arms_of(blocks, calibration).items():
+            quality = blocks.quality(fitted)
             figures[f"ece_{arm}"] = [_number(q.ece) for q in quality]
             figures[f"auc_{arm}"] = [_number(q.auc) for q in quality]
+            figures[f"ece_by_chance_{arm}"] = [_number(q.chance) for q in quality]
             figures["labelled"] = [q.count for q in quality]
     return figures
+
+
+def arms_of(blocks: Blocks, calibration: Calibration | None) -> dict[str, Calibration]:
+    """What confidences are judged by: "before" calibration and, with one, "after"."""
+    before = {"before": Calibration.identity(blocks.gamma)}
+    return before if calibration is None else {**before, "after": calibration}
+
+
+def _rounded(values: Sequence[float], digits: int = 5) -> list[float]:
+    return [round(value, digits) for value in values]
 
 
 def _number(value: float) -> float | None:

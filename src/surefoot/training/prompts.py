@@ -22,6 +22,9 @@ from surefoot.training.options import DataOptions
 SELF = "self"
 """The source where the target makes up the prompts."""
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
+EVERYDAY = Path(__file__).parent / "everyday.jsonl"
+"""Questions of the kinds that drafters are measured on (code, mathematics, chat), written for calibration; nobody trains on
+them."""
 SHINGLE = 13
 """Words in a row that two texts must share to count as overlapping; shorter texts overlap when they are equal."""
 

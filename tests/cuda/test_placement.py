@@ -74,7 +74,8 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     def confidence_source(drafter: Any, calibration: Any, device: Any) -> Any:
         with unset_fake_temporarily():  # it checks its numbers
             source = honest(drafter, calibration, "cpu")
-        for part in (source, source.estimator, getattr(source, "calibration", None)):
+        parts = (source, source.estimator, getattr(source, "calibration", None), getattr(drafter, "calibration", None))
+        for part in parts:
             for name, value in vars(part).items() if part is not None else ():
                 if isinstance(value, torch.Tensor):
                     setattr(part, name, torch.empty(value.shape, dtype=value.dtype, device=device))

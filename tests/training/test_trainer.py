@@ -245,6 +245,9 @@ def test_training_and_serving_give_the_same_hidden_states_logits_and_confidences
             def __init__(self) -> None:
                 self.logits: list[torch.Tensor] = []
 
+            def temperatures(self) -> None:
+                return None
+
             def draw(self, k: int, logits: torch.Tensor) -> torch.Tensor:
                 self.logits.append(logits.clone())
                 return sampler.draw(k, logits)

@@ -293,6 +293,8 @@ def _measure(
                 progress(
                     min(1.0, max(elapsed / budget_s if budget_s else 0.0, sum(bench.counts.values()) / 2 / len(points)))
                 )
+    if progress is not None:
+        progress(1.0)
 
 
 def _contexts_that_fit(engine: Engine, contexts: tuple[int, ...]) -> tuple[int, ...]:

@@ -289,10 +289,11 @@ class LLM:
 
         Raises:
             ConfigurationError: requests are running.
+            SurefootError: it cannot be saved; it is planned with all the same.
         """
         found = measure_costs(self.engine, budget_s=seconds, progress=progress)
-        found.table.save(table_path(found.table.fingerprint))
         self.engine.use_table(found.table)
+        found.table.save(table_path(found.table.fingerprint))
         return found
 
     def close(self) -> None:

@@ -16,6 +16,11 @@ from tests.cli.stub import Script, StubLLM
 COMMANDS = ("generate", "chat", "demo", "inspect")
 
 
+def test_python_m_surefoot_is_the_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "surefoot", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"surefoot {surefoot.__version__}\n"
+
+
 def test_version(run: Callable[..., Any]) -> None:
     result = run("--version")
     assert result.exit_code == 0

@@ -13,6 +13,7 @@ from rich import console
 from surefoot.cli import demo
 from surefoot.cli.demo import SPECULATIVE, Progress
 from surefoot.cli.prompts import DEMO_PROMPTS
+from surefoot.errors import SurefootError
 from surefoot.sampling import SamplingParams
 from tests.cli.stub import Script, StubLLM
 
@@ -140,3 +141,17 @@ def test_costs_are_measured_once_where_nobody_has(run: Callable[..., Any], scrip
     script.lacks_cost_table = False
     assert run(command, stdin="Hello\n").exit_code == 0
     assert len(script.profiled) == 1, "there is one already"
+
+
+def test_costs_that_cannot_be_saved_are_used_all_the_same(
+    run: Callable[..., Any], script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def profile(self: StubLLM, seconds: float, progress: Callable[[float], None]) -> Any:
+        raise SurefootError("cannot write cost-tables/x.json: File exists")
+
+    script.lacks_cost_table = True
+    monkeypatch.setattr(StubLLM, "profile", profile)
+    result = run("demo")
+    assert result.exit_code == 0
+    assert "texts identical" in result.stdout
+    assert "cannot write cost-tables/x.json" in result.stderr

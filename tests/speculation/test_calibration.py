@@ -264,12 +264,12 @@ def test_calibrating_reads_nothing_from_the_device() -> None:
     ("field", "value", "message"),
     [
         ("confidence", 3, "greedy and sampled"),
-        ("confidence", {"greedy": {"head": [1.0], "signal": [1.0], "bias": [1.0]}}, "greedy and sampled"),
+        ("confidence", {"greedy": {"head": [1.0], "signal": [1.0], "bias": [1.0]}}, "sampled.head is missing"),
         ("confidence", {r: {"head": [1.0], "signal": ["x"], "bias": [1.0]} for r in ("greedy", "sampled")}, "signal"),
         (
             "confidence",
             {r: {"head": [1.0], "signal": [1, 2], "bias": [1]} for r in ("greedy", "sampled")},
-            "gamma numbers",
+            "differ in length",
         ),
         (
             "confidence",
@@ -284,6 +284,15 @@ def test_calibrating_reads_nothing_from_the_device() -> None:
 def test_malformed_weights_and_sharpness_are_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(CalibrationError, match=message):
         Calibration.from_dict({"temperatures": [1.0], field: value}, gamma=1)
+
+
+def test_a_malformed_file_is_named_with_the_next_step(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text('{"temperatures": [1.0, 2.0], "draft_sharpness": [1.45]}')
+    with pytest.raises(
+        CalibrationError, match=r"calibration.json: draft_sharpness .*got 1: \[1.45\].*surefoot calibrate"
+    ):
+        Calibration.load(path, 2)
 
 
 def test_metrics_on_known_values() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.errors import CostTableError
+from surefoot.errors import CostTableError, SurefootError
 from surefoot.speculation import ConfidenceBoard, CostTable, DriftTracker, StalePlanner, StepLoad
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -272,3 +272,9 @@ def test_shallow_drafts_cost_what_as_many_rows_cost() -> None:
     assert costs.scaled(2.0).draft_ms_at(1, 2) == 12.0
     assert CostTable.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
     assert table(draft_ms=(5.0,)).draft_ms_at(1, 1) == 5.0  # never measured
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SurefootError, match=r"cannot write .*file/table.json: .*must be a directory"):
+        table().save(tmp_path / "file" / "table.json")

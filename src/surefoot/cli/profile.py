@@ -10,6 +10,7 @@ import typer
 from surefoot.cli import options
 from surefoot.cli.progress import progress_bar
 from surefoot.cli.report import note, print_json
+from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
     from surefoot.llm import LLM
@@ -91,9 +92,14 @@ def measure_missing(llm: LLM, cost_table: str) -> None:
     """Where `auto` has found no cost table, measure one now: once per machine and engine, a few seconds."""
     if cost_table != "auto" or not llm.lacks_cost_table:
         return
-    with progress_bar("measuring this machine, once") as show:
-        found = llm.profile(QUICK_SECONDS, progress=show)
-    note(f"cost table measured in {found.seconds:.0f} s and saved; 'surefoot profile' measures longer")
+    note("no cost table for this engine: measuring this machine, once")
+    try:
+        with progress_bar("measuring") as show:
+            found = llm.profile(QUICK_SECONDS, progress=show)
+    except SurefootError as problem:
+        note(f"measured, but not for the next start: {problem}")
+    else:
+        note(f"cost table measured in {found.seconds:.0f} s and saved; 'surefoot profile' measures longer")
 
 
 def print_profile(found: Profile) -> None:

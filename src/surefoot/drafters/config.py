@@ -98,6 +98,7 @@ class DSparkConfig(BaseModel):
     )
     shorter_blocks: bool = Field(
         False,
+        strict=True,
         description="A block may run without its last slots where fewer tokens are wanted. Attention inside a block is "
         "bidirectional, so that this is a claim about the weights: true for those trained here, which lose nothing by it.",
     )

@@ -130,8 +130,13 @@ def make_policy(
         width = None
     forced = None if width is None else ForcedWidths.parse(width)
     if forced is not None and max(forced.pattern) > gamma:
+        if drafter is None:
+            raise ConfigurationError(
+                f"width {max(forced.pattern)} without a drafter: choose a drafter, or leave the width out"
+            )
         raise ConfigurationError(
-            f"width {max(forced.pattern)} is more than gamma: this drafter proposes {gamma} tokens; allowed are 0 ... {gamma}"
+            f"width {max(forced.pattern)} is more than gamma: this drafter proposes {gamma} tokens; choose a width of 0 ... "
+            f"{gamma}, or 'auto' for the planner's"
         )
     if breaker is not None and not 0 < breaker <= 1:
         raise ConfigurationError(f"breaker is {breaker}; allowed: an acceptance above 0 and up to 1, such as 0.6")

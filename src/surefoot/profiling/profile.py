@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -84,20 +83,20 @@ class Samples:
         self.overhead[requests].append(report.measured_ms - draft - verify)
 
     def table(self, fingerprint: dict[str, Any], gamma: int, padded: bool = False) -> CostTable:
-        """Medians of repeats; V is the mean over the mixes of widths that were measured.
+        """Lower quartiles of repeats, since a disturbance only ever adds; V is the mean over the mixes of widths measured.
 
         `gamma` is what a whole draft has. Where passes are padded V is a staircase, elsewhere linear between the buckets.
         """
         contexts = sorted({context for context, _ in self.verify})
         buckets = sorted(set.intersection(*({rows for c, rows in self.verify if c == context} for context in contexts)))
         curves = [
-            [float(np.mean([median(times) for times in self.verify[context, rows].values()])) for rows in buckets]
+            [float(np.mean([_typical(times) for times in self.verify[context, rows].values()])) for rows in buckets]
             for context in contexts
         ]
         sizes, depths = sorted(self.overhead), sorted(self.depth)
-        overhead = _rising([median(self.overhead[size]) for size in sizes])
-        draft = _rising([median(self.draft[size]) for size in sizes]) * bool(gamma)
-        shallow = np.minimum(_rising([median(self.depth[depth]) for depth in depths]), draft[0])
+        overhead = _rising([_typical(self.overhead[size]) for size in sizes])
+        draft = _rising([_typical(self.draft[size]) for size in sizes]) * bool(gamma)
+        shallow = np.minimum(_rising([_typical(self.depth[depth]) for depth in depths]), draft[0])
         return CostTable(
             token_buckets=tuple(buckets),
             verify_ms=tuple(map(tuple, _rising(curves).tolist())),
@@ -118,6 +117,10 @@ class Samples:
         repeats = [times for mixes in self.verify.values() for times in mixes.values()]
         repeats = [times for times in (*repeats, *self.draft.values()) if len(times) > 1 and min(times) > 0]
         return sum(max(times) > STEADY * min(times) for times in repeats) / max(1, len(repeats))
+
+
+def _typical(times: list[float]) -> float:
+    return float(np.quantile(times, 0.25))
 
 
 def _rising(times: Sequence[Any]) -> npt.NDArray[np.float64]:

@@ -83,7 +83,9 @@ class Calibration:
         if sharpness is not None:
             sharp = torch.as_tensor(sharpness, dtype=torch.float32)
             if sharp.shape != values.shape or not bool((torch.isfinite(sharp) & (sharp > 0)).all()):
-                raise CalibrationError(f"draft_sharpness must be {self.gamma} positive numbers, got {sharp.tolist()}")
+                raise CalibrationError(
+                    f"draft_sharpness must be {self.gamma} positive numbers, got {len(sharp)}: {_shortest(sharp)}"
+                )
             self.sharpness = sharp.to(device, copy=True)
         self.provenance = provenance or Provenance()
 
@@ -228,23 +230,32 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path, gamma: int, device: torch.device | str = "cpu") -> Calibration:
-        """Read a file in our form or in SGLang's. Raises `CalibrationError`."""
-        return cls.from_dict(read_object(path, CalibrationError), gamma, device)
+        """Read a file in our form or in SGLang's. Raises `CalibrationError`, which names it."""
+        data = read_object(path, CalibrationError)
+        try:
+            return cls.from_dict(data, gamma, device)
+        except CalibrationError as problem:
+            raise CalibrationError(f"{path}: {problem}. Make another one with 'surefoot calibrate'") from problem
 
 
 def _weights(raw: Any) -> list[list[list[float]]] | None:
     if raw is None:
         return None
-    try:
-        weights = [[[float(w) for w in raw[regime][name]] for name in INPUTS] for regime in REGIMES]
-        if len({len(row) for regime in weights for row in regime}) == 1:
-            return weights
-    except (KeyError, TypeError, ValueError):
-        pass
-    raise CalibrationError(
-        f"'confidence' of a calibration file needs {' and '.join(REGIMES)}, each with lists of gamma numbers named "
-        f"{', '.join(INPUTS)}; got {raw!r}"
-    )
+    weights: list[list[list[float]]] = []
+    for regime in REGIMES:
+        weights.append([])
+        for name in INPUTS:
+            row = raw[regime].get(name) if isinstance(raw, dict) and isinstance(raw.get(regime), dict) else None
+            if not isinstance(row, list) or not all(_is_number(value) for value in row):
+                raise CalibrationError(
+                    f"'confidence' of a calibration file needs {' and '.join(REGIMES)}, each with a number per position "
+                    f"named {', '.join(INPUTS)}; {regime}.{name} is {'missing' if row is None else repr(row)}"
+                )
+            weights[-1].append(row)
+    lengths = {len(row) for regime in weights for row in regime}
+    if len(lengths) > 1:
+        raise CalibrationError(f"the lists in 'confidence' of a calibration file differ in length: {sorted(lengths)}")
+    return weights
 
 
 def _sharpness(data: dict[str, Any]) -> list[float] | None:

@@ -25,10 +25,19 @@ def read_object(path: str | Path, error: type[SurefootError]) -> dict[str, Any]:
 
 
 def write_object(path: str | Path, data: dict[str, Any]) -> None:
-    """Write `data` beside `path` and rename, so that a reader or a crash never meets half a file."""
+    """Write `data` beside `path` and rename, so that a reader or a crash never meets half a file.
+
+    Raises:
+        SurefootError: there is no writing there.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    except OSError as problem:
+        raise SurefootError(
+            f"cannot write {path}: {problem.strerror or problem}; {path.parent} must be a directory that may be written to"
+        ) from problem
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(data, file, indent=2, allow_nan=False)

@@ -1,0 +1,5 @@
+"""`python -m surefoot`: the command line."""
+
+from surefoot.cli.app import main
+
+main()

@@ -151,8 +151,14 @@ def make_policy(
         confidence=confidence_source(drafter, calibration, target.device) if drafter else None,
         planner=planner or ("stopping" if reads_are_free else "stale"),
         model_gamma=drafter.trained.gamma if isinstance(drafter, CombinedDrafter) else None,
-        # A combined drafter rests its model where it does not pay, and goes on looking up.
-        **{"table": table, "suspends": not isinstance(drafter, CombinedDrafter), **options},
+        # A combined drafter rests its model where it does not pay, and goes on looking up. Where every row of a pass costs its
+        # own time, drafts beside a prompt chunk do as well.
+        **{
+            "table": table,
+            "suspends": not isinstance(drafter, CombinedDrafter),
+            "trim_beside_prefill": reads_are_free,
+            **options,
+        },
     )
 
 

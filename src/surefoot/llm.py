@@ -280,12 +280,18 @@ class LLM:
         """Whether widths would be planned, if only this machine's cost were known: see `profile`."""
         return self.engine.policy.lacks_table
 
-    def profile(self, seconds: float = 14.0, progress: Callable[[float], None] | None = None) -> Profile:
+    def profile(
+        self,
+        seconds: float = 14.0,
+        progress: Callable[[float], None] | None = None,
+        path: str | Path | None = None,
+    ) -> Profile:
         """Measure what a step costs, plan with that from now on, and save it for every later start of the same engine.
 
         Args:
             seconds: time for measured steps.
             progress: called with the share that is done.
+            path: where to save the table (None: where every later start looks).
 
         Raises:
             ConfigurationError: requests are running.
@@ -293,7 +299,7 @@ class LLM:
         """
         found = measure_costs(self.engine, budget_s=seconds, progress=progress)
         self.engine.use_table(found.table)
-        found.table.save(table_path(found.table.fingerprint))
+        found.table.save(path or table_path(found.table.fingerprint))
         return found
 
     def close(self) -> None:

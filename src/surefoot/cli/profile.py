@@ -58,12 +58,10 @@ def profile(
         max_num_seqs=max_num_seqs,
     )
     from surefoot.profiling.fingerprint import table_path
-    from surefoot.profiling.profile import profile as measure
 
     with progress_bar("profiling") as show:
-        found = measure(llm.engine, budget_s=seconds, progress=show)
+        found = llm.profile(seconds, show, output)
     path = output or table_path(found.table.fingerprint)
-    found.table.save(path)
     if json:
         print_json(
             {

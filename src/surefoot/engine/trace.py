@@ -68,6 +68,7 @@ class StepReport:
             "reason": decision.reason.value,
             "suspended": plan.suspended,
             "explored": plan.explored,
+            "depth": plan.depth,
             "stale_lag": decision.stale_lag,
             "expected_tokens": decision.expected_tokens,
             "predicted_ms": plan.predicted_ms,

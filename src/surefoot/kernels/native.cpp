@@ -140,7 +140,7 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
               float* w = &weight[batch * TILE];
               for (int64_t c = begin / PANEL * PANEL; c < end; c += PANEL) {
                 for (int i = 0; i < R; ++i) std::memset(w + i * TILE + c, 0, PANEL * sizeof(float));
-                multiply<R>(StridedF32<TILE>(&key_tile[c]), &widened[batch * dim], dim, w + c, TILE, 0, dim, nullptr, 0);
+                multiply<R>(StridedF32<TILE>(&key_tile[c]), &widened[batch * dim], dim, w + c, TILE, 0, dim);
               }
               int64_t from[R], to[R], all_from = 0, all_to = TILE;  // columns each row sees, and those all of them see
               for (int i = 0; i < R; ++i) {
@@ -188,10 +188,10 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
                 const RowF32 v(&value_tile[d], width);
                 float* a = &acc[batch * width + d];
                 const auto alone = [&](int i, int64_t first, int64_t last) {
-                  if (first < last) multiply<1>(v, w + i * TILE, TILE, a + i * width, width, first, last, nullptr, 0);
+                  if (first < last) multiply<1>(v, w + i * TILE, TILE, a + i * width, width, first, last);
                 };
                 for (int i = 0; i < R; ++i) alone(i, from[i], std::min(to[i], all_from));
-                if (all_from < all_to) multiply<R>(v, w, TILE, a, width, all_from, all_to, nullptr, 0);
+                if (all_from < all_to) multiply<R>(v, w, TILE, a, width, all_from, all_to);
                 for (int i = 0; i < R; ++i) alone(i, std::max(from[i], all_to), to[i]);
               }
             });

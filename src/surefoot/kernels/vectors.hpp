@@ -243,11 +243,9 @@ struct RowF32 : FloatWeights {  // rows of a stride known only at run time
 };
 
 // acc[r][0..PANEL) += sum over k in [first, last) of x[r][k] * w[k][0..PANEL), k strictly ascending for every output.
-// On the way, `step` bytes per k are fetched into the cache from `ahead` on.
 template <int R, class W>
 inline __attribute__((always_inline)) void multiply(W w, const typename W::Input* x, int64_t x_stride, float* acc,
-                                                    int64_t acc_stride, int64_t first, int64_t last, const char* ahead,
-                                                    int64_t step) {
+                                                    int64_t acc_stride, int64_t first, int64_t last) {
   V a[R][2];
   UNROLL for (int r = 0; r < R; ++r) {
     a[r][0] = load<V>(acc + r * acc_stride);
@@ -256,7 +254,6 @@ inline __attribute__((always_inline)) void multiply(W w, const typename W::Input
   for (int64_t k = first; k < last; ++k) {
     typename W::Vector lo, hi;
     w.get(k, lo, hi);
-    if (ahead) __builtin_prefetch(ahead + (k - first) * step);
     UNROLL for (int r = 0; r < R; ++r) {
       const auto b = W::spread(x[r * x_stride + k]);
       a[r][0] = W::add(b, lo, a[r][0]);

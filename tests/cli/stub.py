@@ -39,6 +39,7 @@ class Script:
     closed: int = 0
     lacks_cost_table: bool = False
     profiled: list[float] = field(default_factory=list)  # seconds asked for
+    unsteady: float = 0.0  # share of points that a profile could not repeat
 
 
 class StubStream:
@@ -84,7 +85,7 @@ class StubLLM:
     def profile(self, seconds: float, progress: Callable[[float], None]) -> Any:
         progress(1.0)
         self.script.profiled.append(seconds)
-        return SimpleNamespace(seconds=seconds)
+        return SimpleNamespace(seconds=seconds, unsteady=self.script.unsteady)
 
     def stream(self, prompt: Any, params: SamplingParams) -> StubStream:
         self.script.asked.append((prompt, params))

@@ -155,3 +155,11 @@ def test_costs_that_cannot_be_saved_are_used_all_the_same(
     assert result.exit_code == 0
     assert "texts identical" in result.stdout
     assert "cannot write cost-tables/x.json" in result.stderr
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.1, False), (0.6, True)])
+def test_costs_measured_on_a_busy_machine_are_not_passed_over_in_silence(
+    run: Callable[..., Any], script: Script, share: float, said: bool
+) -> None:
+    script.lacks_cost_table, script.unsteady = True, share
+    assert ("Measure again on an idle machine" in run("demo").stderr) == said

@@ -79,11 +79,7 @@ def profile(
     print_profile(found)
     note(f"{found.steps} steps in {found.seconds:.1f} s, each point {found.repeats[0]} to {found.repeats[1]} times")
     note(f"saved to {path}")
-    if found.unsteady > UNSTEADY:
-        note(
-            f"the repeats of {found.unsteady:.0%} of the points lie far apart: something else was running. "
-            "Measure again on an idle machine"
-        )
+    note_unsteady(found)
 
 
 def measure_missing(llm: LLM, cost_table: str) -> None:
@@ -98,6 +94,16 @@ def measure_missing(llm: LLM, cost_table: str) -> None:
         note(f"measured, but not for the next start: {problem}")
     else:
         note(f"cost table measured in {found.seconds:.0f} s and saved; 'surefoot profile' measures longer")
+        note_unsteady(found)
+
+
+def note_unsteady(found: Profile) -> None:
+    """Say so where the machine was too busy for its figures to be trusted."""
+    if found.unsteady > UNSTEADY:
+        note(
+            f"the repeats of {found.unsteady:.0%} of the points lie far apart: something else was running. "
+            "Measure again on an idle machine, with 'surefoot profile'"
+        )
 
 
 def print_profile(found: Profile) -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from surefoot.bench.prompts import BUILT_IN
 from surefoot.bench.throughput import Row, Throughput, build_arms, measure_throughput, run_arm
+from surefoot.engine.device import InlineDevice
 from surefoot.sampling import SamplingParams
 from tests.engine.engines import tiny_drafter
 from tests.tiny_models import tiny_target
 
 PROMPTS = [[1, 2, 3, 4] * 4, [5, 6] * 8, [9, 8, 7] * 5]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+class SlowlyRead(InlineDevice):
+    """A device whose results the host has to wait for, as CUDA's."""
+
+    reads_are_free = False
 
 
 def test_a_run_answers_every_prompt_and_never_exceeds_its_concurrency() -> None:
@@ -45,21 +55,61 @@ def test_arms_take_turns_and_share_the_target() -> None:
     )
     assert all(arm.engine.target is target for arm in arms)
     assert arms[0].engine.drafter is None
-    order: list[str] = []
+    steps: list[tuple[str, int]] = []
     for arm in arms:
-        add = arm.engine.add_request
-        arm.engine.add_request = (  # type: ignore[method-assign]
-            lambda *given, name=arm.name, add=add: (order.append(name), add(*given))[1]
+        step = arm.engine.step
+        arm.engine.step = (  # type: ignore[method-assign]
+            lambda name=arm.name, step=step, engine=arm.engine: (steps.append((name, len(engine.requests))), step())[1]
         )
     shares: list[float] = []
     found = measure_throughput(
-        arms, PROMPTS[:1], PARAMS, concurrency=[1, 2], repeats=2, requests=1, progress=shares.append
+        arms, PROMPTS[:1], PARAMS, concurrency=[1, 2], repeats=2, requests=2, progress=shares.append
     )
     names = [arm.name for arm in arms]
-    turned = [*names[1:], names[0]]
-    assert order == names + 2 * names + 2 * turned
+    assert [name for name, _ in steps[:3]] == names  # step by step
+    assert "".join(name[0] for name, _ in steps).count("nn") < 4  # and never one arm alone while others have work
+    assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert all(row.identical for row in found.rows)
+    assert {(row.concurrency, row.arm): len(row.repeats) for row in found.rows} == {
+        (count, name): 2 for count in (1, 2) for name in names
+    }
+
+
+def test_a_clock_runs_during_the_steps_of_its_own_arm_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    arms = build_arms(["none", "fixed:1"], target, tiny_drafter(target, "dspark", 3), max_num_seqs=2, max_model_len=64)
+    now = [0.0]
+    monkeypatch.setattr("surefoot.bench.throughput.time.perf_counter", lambda: now[0])
+    for arm, seconds in zip(arms, (1.0, 100.0), strict=True):
+        step = arm.engine.step
+
+        def timed(step: Callable[[], Any] = step, seconds: float = seconds) -> Any:
+            now[0] += seconds
+            return step()
+
+        arm.engine.step = timed  # type: ignore[method-assign]
+    found = measure_throughput(arms, PROMPTS[:1], PARAMS, concurrency=[1], repeats=1)
+    none, fixed = found.rows
+    assert none.tokens_per_s == pytest.approx(1.0)  # ten tokens in ten steps: the first comes with the prompt
+    assert fixed.tokens_per_s <= 10 / 500
+
+
+def test_where_steps_overlap_arms_run_one_after_another() -> None:
+    target = tiny_target()
+    arms = build_arms(["none", "fixed:1"], target, tiny_drafter(target, "dspark", 3), max_num_seqs=2, max_model_len=64)
+    order: list[str] = []
+    for arm in arms:
+        arm.engine.device = SlowlyRead()
+        step = arm.engine.step
+        arm.engine.step = (  # type: ignore[method-assign]
+            lambda name=arm.name, step=step: (order.append(name), step())[1]
+        )
+    measure_throughput(arms, PROMPTS[:1], PARAMS, concurrency=[1], repeats=1)
+    assert [name for name, before in zip(order, [None, *order], strict=False) if name != before] == [
+        "none",
+        "fixed:1",
+    ] * 2
 
 
 def row(arm: str, speed: float) -> Row:

@@ -1,14 +1,16 @@
 """Aggregate tokens per second of several arms over the same prompts, at several concurrencies.
 
-All arms share one loaded target; each has an engine of its own, so that an arm without a drafter pays nothing for one. Arms
-take turns within every repeat, beginning with another one each time: a machine that slows down slows all of them.
+All arms share one loaded target; each has an engine of its own, so that an arm without a drafter pays nothing for one. Where
+a step is over when it returns (a CPU), the arms take turns step by step and every arm's clock runs during its own steps only:
+a machine that is slow for a second is slow for all of them. Elsewhere they take turns run by run. Every repeat begins with
+another arm.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -104,30 +106,67 @@ class Run:
 
 def run_arm(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int) -> Run:
     """Answer all prompts, `concurrency` at a time: the next one enters when one has ended."""
-    run, waiting, requests = Run(), deque(prompts), list[Request]()
+    run = Run()
+    for _ in _steps(run, engine, prompts, params, concurrency):
+        pass
+    return run
+
+
+def _steps(
+    run: Run, engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int
+) -> Iterator[None]:
+    """The steps of one run, which it fills in; its clock stands still between them."""
+    waiting, requests = deque(prompts), list[Request]()
     reports: list[StepReport] = []
     engine.add_observer(reports.append)
-    start = time.perf_counter()
     try:
         while waiting or engine.has_work:
+            start = time.perf_counter()
             while waiting and len(engine.requests) < concurrency:
                 requests.append(engine.add_request(waiting.popleft(), params))
             began = time.perf_counter()
             events = engine.step()
-            wall_ms = (time.perf_counter() - began) * 1e3
+            ended = time.perf_counter()
             run.steps += 1
+            run.seconds += ended - start
             run.tokens += sum(len(event.token_ids) for _, event in events)
             if reports:
-                _take(run, reports.pop(), wall_ms)
+                _take(run, reports.pop(), (ended - began) * 1e3)
+            yield
     finally:
         engine.remove_observer(reports.append)
-    run.seconds = time.perf_counter() - start
     for request in requests:
         run.request_steps += request.statistics.steps
         run.accepted += request.statistics.accepted
         run.widths.update(request.statistics.widths)
         run.texts.append(request.token_ids[len(request.prompt_token_ids) :])
-    return run
+
+
+def _run_together(
+    engines: Sequence[Engine],
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    concurrency: int,
+    progress: Callable[[float], None],
+) -> list[Run]:
+    """One run of every engine, in the order given.
+
+    Step by step, the next step is that of the run with the fewest tokens so far: all are under way until the end, whatever
+    their speeds.
+    """
+    runs = [Run() for _ in engines]
+    courses = {
+        index: _steps(run, engine, prompts, params, concurrency)
+        for index, (run, engine) in enumerate(zip(runs, engines, strict=True))
+    }
+    together = all(engine.device.reads_are_free for engine in engines)
+    expected = len(engines) * len(prompts) * (params.max_tokens or 1)
+    while courses:
+        turn = min(courses, key=lambda index: runs[index].tokens) if together else next(iter(courses))
+        if next(courses[turn], True):  # a step yields None: it has ended
+            del courses[turn]
+        progress(min(1.0, sum(run.tokens for run in runs) / expected))
+    return runs
 
 
 def _take(run: Run, report: StepReport, wall_ms: float) -> None:
@@ -199,29 +238,23 @@ def measure_throughput(
         prompts: token ids; taken round and round until there are enough.
         requests: per run; None takes every prompt once, and at least as many as run at once.
     """
-    total = (repeats * len(concurrency) + 1) * len(arms)
     runs: dict[tuple[int, str], list[Run]] = {(count, arm.name): [] for count in concurrency for arm in arms}
-    done = 0
+    rounds = [(0, max(concurrency)), *((repeat, count) for repeat in range(repeats) for count in concurrency)]
 
     def work(count: int) -> list[list[int]]:
         number = requests or max(len(prompts), count)
         return [prompts[index % len(prompts)] for index in range(number)]
 
-    def finished() -> None:
-        nonlocal done
-        done += 1
+    def show(share: float) -> None:
         if progress is not None:
-            progress(done / total)
+            progress((done + share) / len(rounds))
 
-    for arm in arms:  # wakes kernels and caches, and lets the estimator learn; not measured
-        run_arm(arm.engine, work(max(concurrency)), params, max(concurrency))
-        finished()
-    for repeat in range(repeats):
-        for count in concurrency:
-            for index in range(len(arms)):
-                arm = arms[(index + repeat) % len(arms)]
-                runs[count, arm.name].append(run_arm(arm.engine, work(count), params, count))
-                finished()
+    for done, (repeat, count) in enumerate(rounds):
+        order = [arms[(index + repeat) % len(arms)] for index in range(len(arms))]
+        found = _run_together([arm.engine for arm in order], work(count), params, count, show)
+        if done:  # the first round wakes kernels and caches, and lets the estimator learn
+            for arm, run in zip(order, found, strict=True):
+                runs[count, arm.name].append(run)
     rows = []
     for count in concurrency:
         plain = runs.get((count, "none"))

@@ -142,27 +142,37 @@ struct Rows {
 using Emit = std::function<void(int, int64_t, int64_t, const float*, int)>;
 
 // acc[p][r][0..PANEL) += sum over k in [first, last) of x[k][r] * panel[p][k][0..PANEL), k strictly ascending for every output.
-// On the way, `step` bytes per k are fetched into the cache from ahead[p] on.
-template <int R, int P, class W>
+// FETCH: on the way, as many bytes are fetched into the cache from ahead[p] on, every line once. (Fetching a line again costs as
+// much as a load, and turns by single inputs are limited by what is not arithmetic.)
+template <int R, int P, bool FETCH, class W>
 inline void multiply_panels(const W* panel, const typename W::Input* x, float* acc, int64_t acc_stride, int64_t first,
-                            int64_t last, const char* const* ahead, int64_t step) {
+                            int64_t last, const char* const* ahead) {
+  constexpr int64_t STEP = 4, LINE = 64;
   V a[P][R][2];
   UNROLL for (int p = 0; p < P; ++p)
     UNROLL for (int r = 0; r < R; ++r)
       UNROLL for (int h = 0; h < 2; ++h) a[p][r][h] = load<V>(acc + p * acc_stride + r * PANEL + h * LANES);
   const typename W::Input* spread = x + first * R;
-  for (int64_t k = first; k < last; ++k, spread += R) {
+  const auto add_input = [&](int64_t k) __attribute__((always_inline)) {
     UNROLL for (int p = 0; p < P; ++p) {
       typename W::Vector lo, hi;
       panel[p].get(k, lo, hi);
-      __builtin_prefetch(ahead[p] + (k - first) * step);
       UNROLL for (int r = 0; r < R; ++r) {
         const auto b = W::spread(spread[r]);
         a[p][r][0] = W::add(b, lo, a[p][r][0]);
         a[p][r][1] = W::add(b, hi, a[p][r][1]);
       }
     }
+    spread += R;
+  };
+  int64_t k = first;
+  for (int64_t fetched = 0; k + STEP <= last; k += STEP, fetched += STEP * W::BYTES) {
+    if constexpr (FETCH)
+      UNROLL for (int p = 0; p < P; ++p)
+        UNROLL for (int64_t i = 0; i < STEP * W::BYTES; i += LINE) __builtin_prefetch(ahead[p] + fetched + i);
+    UNROLL for (int64_t i = 0; i < STEP; ++i) add_input(k + i);
   }
+  for (; k < last; ++k) add_input(k);
   UNROLL for (int p = 0; p < P; ++p)
     UNROLL for (int r = 0; r < R; ++r)
       UNROLL for (int h = 0; h < 2; ++h) store(acc + p * acc_stride + r * PANEL + h * LANES, a[p][r][h]);
@@ -197,18 +207,19 @@ void product(const Rows& x, const typename W::Element* w, int64_t panels, const 
         std::memset(acc, 0, count * stride * sizeof(float));
         for (int64_t k = 0; k < depth; k += K_CHUNK) {
           const int64_t end = std::min(depth, k + K_CHUNK);
-          for (int64_t g = 0; g < groups; ++g) {  // each fetches its share of the next chunk
-            const int64_t first = start(g), size = start(g + 1) - first, step = std::max<int64_t>(1, W::BYTES / groups);
-            const char* ahead = (const char*)w + (panel * depth + k + K_CHUNK) * W::BYTES + g * K_CHUNK * step;
-            const char* both[2] = {ahead, ahead + depth * W::BYTES};
+          const char* ahead = (const char*)w + (panel * depth + k + K_CHUNK) * W::BYTES;
+          const char* both[2] = {ahead, ahead + depth * W::BYTES};
+          for (int64_t g = 0; g < groups; ++g) {  // the first fetches the next chunk
+            const int64_t first = start(g), size = start(g + 1) - first;
             const Input* from = &filled[first * padded];
             float* const to = acc + first * PANEL;
             if (count == 2)
-              size == 1 ? multiply_panels<1, 2>(weights, from, to, stride, k, end, both, step)
-                        : multiply_panels<2, 2>(weights, from, to, stride, k, end, both, step);
+              size == 1 ? multiply_panels<1, 2, true>(weights, from, to, stride, k, end, both)
+                        : multiply_panels<2, 2, true>(weights, from, to, stride, k, end, both);
             else
               with_rows((int)size, [&](auto r) {
-                multiply_panels<decltype(r)::value, 1>(weights, from, to, stride, k, end, both, step);
+                g == 0 ? multiply_panels<decltype(r)::value, 1, true>(weights, from, to, stride, k, end, both)
+                       : multiply_panels<decltype(r)::value, 1, false>(weights, from, to, stride, k, end, both);
               });
           }
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from surefoot.drafters.base import DraftContext
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.errors import ConfigurationError
+from surefoot.kernels import native
 
 
 def naive(text: list[int], gamma: int, max_match: int, min_match: int) -> tuple[list[int], int]:
@@ -25,6 +28,17 @@ def naive(text: list[int], gamma: int, max_match: int, min_match: int) -> tuple[
         return [], 0
     tail = text[best_end + 1 :]
     return [tail[k % len(tail)] for k in range(gamma)], best_length
+
+
+@pytest.fixture(params=["one native call", "tensor operations"], autouse=True, scope="module")
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways of finding it, which are to agree in everything."""
+    if request.param == "one native call" and not native.available():
+        pytest.skip("no native kernels here")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "tensor operations":
+            patch.setattr(native, "usable", lambda *tensors: False)
+        yield
 
 
 def draft_of(texts: list[list[int]], drafter: PromptLookupDrafter, *, slack: int = 0, slots: list[int] | None = None):
@@ -88,8 +102,9 @@ def test_reads_nothing_behind_the_anchor() -> None:
     assert both.tokens[0].tolist() == both.tokens[1].tolist() == [3, 1, 2]
 
 
-def test_no_device_read() -> None:
-    """Under fake tensors any value that leaves the device is an error."""
+def test_no_device_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under fake tensors any value that leaves the device is an error; a device runs the tensor operations."""
+    monkeypatch.setattr(native, "usable", lambda *tensors: False)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

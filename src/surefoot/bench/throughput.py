@@ -29,6 +29,10 @@ PASSES = ("draft", "target", "accept", "extend")
 """Stages of a step that are work on rows of the models: draft pass, target pass, what is drawn from its logits, and the
 drafter's context. All else is the host's."""
 
+TURNS = 3
+"""Requests of a run by those that run at once. With as many answers as run at once, of equal length, an arm without drafts
+would be full until its last step, and an arm that finishes some early would end with a batch that nobody refills."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -236,13 +240,13 @@ def measure_throughput(
 
     Args:
         prompts: token ids; taken round and round until there are enough.
-        requests: per run; None takes every prompt once, and at least as many as run at once.
+        requests: per run; None takes every prompt once, and at least `TURNS` times as many as run at once.
     """
     runs: dict[tuple[int, str], list[Run]] = {(count, arm.name): [] for count in concurrency for arm in arms}
     rounds = [(0, max(concurrency)), *((repeat, count) for repeat in range(repeats) for count in concurrency)]
 
     def work(count: int) -> list[list[int]]:
-        number = requests or max(len(prompts), count)
+        number = requests or max(len(prompts), TURNS * count)
         return [prompts[index % len(prompts)] for index in range(number)]
 
     def show(share: float) -> None:

@@ -47,7 +47,9 @@ def throughput(
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option("--requests", min=1, help="Per run.", show_default="every prompt, at least concurrency"),
+        typer.Option(
+            "--requests", min=1, help="Per run.", show_default="every prompt, and three times as many as run at once"
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of every arm; speeds are medians.")] = 3,
     temperature: options.Temperature = 0.0,

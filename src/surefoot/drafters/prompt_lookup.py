@@ -10,6 +10,7 @@ from torch import Tensor
 
 from surefoot.drafters.base import Draft, DraftContext, DraftSampler
 from surefoot.errors import ConfigurationError
+from surefoot.kernels import native
 
 if TYPE_CHECKING:
     from surefoot.cache.paged import LayerSpec, PagedCache
@@ -61,6 +62,24 @@ class PromptLookupDrafter:
         Returns:
             A draft whose `signal` is the match length (0: none) and whose `lengths` are gamma or 0.
         """
+        find = self._find_native if native.usable(context.history) else self._find
+        tokens, match = find(context)
+        return Draft(
+            tokens=tokens,
+            lengths=(match > 0) * self.gamma,
+            signal=match.to(torch.float32).unsqueeze(1).expand(-1, self.gamma),
+            point_mass=True,
+        )
+
+    def _find_native(self, context: DraftContext) -> tuple[Tensor, Tensor]:
+        """`_find` in one call: from the anchor backwards, until no match can be longer."""
+        tokens, match = torch.ops.surefoot.look_up(
+            context.history, context.slots, context.lengths, self.gamma, self.max_match, self.min_match
+        )
+        return tokens, match
+
+    def _find(self, context: DraftContext) -> tuple[Tensor, Tensor]:
+        """Proposals [R, gamma] int64 and match lengths [R] int64 (0: none), on any device; the host reads nothing."""
         # int32 halves the memory traffic of the comparisons, which is all the time this takes. Padding in front lets
         # every candidate look back max_match tokens; -1 is no token.
         reach = self.max_match - 1
@@ -85,10 +104,6 @@ class PromptLookupDrafter:
         period = (lengths - best).clamp(min=1)
         ahead = torch.arange(self.gamma, device=text.device) % period
         tokens = text.gather(1, (best + 1 + ahead).clamp(max=width - 1)).to(torch.int64)
-        signal = torch.where(found, length, 0).to(torch.float32).expand(-1, self.gamma)
-        return Draft(
-            tokens=torch.where(found, tokens, text.gather(1, lengths).to(torch.int64)),
-            lengths=torch.where(found, self.gamma, 0).squeeze(1),
-            signal=signal,
-            point_mass=True,
-        )
+        return torch.where(found, tokens, text.gather(1, lengths).to(torch.int64)), torch.where(
+            found, length, 0
+        ).squeeze(1)

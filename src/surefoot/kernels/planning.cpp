@@ -1,10 +1,12 @@
-// What the host works out between draft and target pass, in one call each: the stopping rule of the planner (`admit` of
-// speculation/planner.py, decision for decision) and the rows of the target pass (`DecodeStep._pack_arrays`, bit for bit).
+// What the host works out before and between the passes, in one call each: prompt lookup (`PromptLookupDrafter`), the stopping
+// rule of the planner (`admit` of speculation/planner.py, decision for decision) and the rows of the target pass
+// (`DecodeStep._pack_arrays`, bit for bit).
 //
-// Nothing of either is in the caches when a step on a CPU comes to them. What costs there is the number of operators, and
-// in numpy they take some sixty and thirty.
+// Nothing of these is in the caches when a step on a CPU comes to them. What costs there is the number of operators, and
+// in torch and numpy they take some sixty, sixty and thirty.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Optional.h>
 #include <torch/library.h>
@@ -112,6 +114,35 @@ std::tuple<Tensor, int64_t, double> admit(
   return {widths_, admitted, expected[admitted]};
 }
 
+// history [S, L] int64, slots and lengths [R] int64 -> drafts [R, gamma] int64 and match lengths [R] int64, 0 for none: what
+// followed the longest earlier occurrence of the suffix that ends at history[slot, length], the most recent among equals,
+// repeated from there on; without one of at least `shortest` tokens the suffix's last token.
+std::tuple<Tensor, Tensor> look_up(const Tensor& history, const Tensor& slots_, const Tensor& lengths_, int64_t gamma,
+                                   int64_t longest, int64_t shortest) {
+  const int64_t count = slots_.numel(), width = history.size(1);
+  for (const Tensor* t : {&slots_, &lengths_, &history})
+    TORCH_CHECK(t->scalar_type() == at::kLong && t->is_contiguous(), "slots, lengths and history are contiguous int64");
+  TORCH_CHECK(lengths_.numel() == count, count, " slots and ", lengths_.numel(), " lengths");
+  const int64_t *slots = slots_.const_data_ptr<int64_t>(), *lengths = lengths_.const_data_ptr<int64_t>();
+  const Tensor drafts = at::empty({count, gamma}, history.options()), matched = at::empty({count}, history.options());
+  for (int64_t r = 0; r < count; ++r) {
+    TORCH_CHECK(slots[r] >= 0 && slots[r] < history.size(0) && lengths[r] >= 0 && lengths[r] < width, "a request outside the history");
+    const int64_t *text = history.const_data_ptr<int64_t>() + slots[r] * width, *anchor = text + lengths[r];
+    int64_t best = 0, period = 1;
+    for (const int64_t* end = anchor - 1; end >= text && best < longest; --end) {
+      const int64_t most = std::min(longest, (int64_t)(end - text) + 1);
+      int64_t length = 0;
+      while (length < most && end[-length] == anchor[-length]) ++length;
+      if (length > best) best = length, period = anchor - end;
+    }
+    const bool found = best >= shortest;
+    matched.mutable_data_ptr<int64_t>()[r] = found ? best : 0;
+    int64_t* draft = drafts.mutable_data_ptr<int64_t>() + r * gamma;
+    for (int64_t k = 0; k < gamma; ++k) draft[k] = found ? anchor[1 - period + k % period] : *anchor;
+  }
+  return {drafts, matched};
+}
+
 // The flat axis of a step. slots, lengths and context [R] int64 of its requests, widths [E] int64 of the first E, which
 // emit; history [S, L] int64; block tables [S, blocks] int32 -> per row (token, position, state slot, visible positions,
 // cache slot by table) [4 + tables, rows] int64, padded with zeros; qo_indptr [R + 1]; logit rows [sum(widths + 1)];
@@ -172,11 +203,14 @@ TORCH_LIBRARY_FRAGMENT(surefoot, m) {
       "admit(Tensor survival, Tensor limits, Tensor costs, Tensor edges, Tensor ratio, int requests, int min_width, "
       "float? price, int few) -> (Tensor, int, float)");
   m.def(
+      "look_up(Tensor history, Tensor slots, Tensor lengths, int gamma, int longest, int shortest) -> (Tensor, Tensor)");
+  m.def(
       "pack_rows(Tensor slots, Tensor lengths, Tensor context, Tensor widths, Tensor history, Tensor[] tables, "
       "int block_size, int rows) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(surefoot, CPU, m) {
   m.impl("admit", &admit);
+  m.impl("look_up", &look_up);
   m.impl("pack_rows", &pack_rows);
 }

@@ -4,13 +4,12 @@ Three rules choose the budget K, none of which may let the verification of x_k d
 it (design.md section 3):
 
 * `StalePlanner`: a global search on survivals published in an earlier step (DSpark paper, section 3.2 with the
-asynchronous
-  deployment of section 5.2). Its signature takes `PublishedSurvival`, which no data of the current step can become.
+  asynchronous deployment of section 5.2). Its signature takes `PublishedSurvival`, which no data of the current step
+  can become.
 * `CausalPlanner`: Algorithm 1 of the paper on current survivals: admit in descending survival, stop at the first
   non-improvement. It never looks at a survival it has not admitted the predecessor of.
-* `StoppingPlanner`: optimal stopping on current survivals. What lies behind the positions already admitted is valued
-by a
-  model learned from past steps, so a cost cliff that only several further tokens can pay for is still crossed.
+* `StoppingPlanner`: optimal stopping on current survivals. What lies behind the positions already admitted is valued by
+  a model learned from past steps, so a cost cliff that only several further tokens can pay for is still crossed.
 
 The last two look at current confidences from the host; on a device with asynchronous copies that wait is the price of
 them. Every survival is rounded to a multiple of 2^-24 before it is summed. Sums are then exact in float64 whatever the

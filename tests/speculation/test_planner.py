@@ -314,3 +314,24 @@ def test_prices_are_forgotten_when_the_table_is_rescaled() -> None:
     planner.table = STEEP.scaled(3.0)
     planner.decide(survival, load)
     assert planner.prices.price(1) is None
+
+
+def test_a_prompt_chunk_does_not_make_rows_look_cheap() -> None:
+    """Against the ratio of a step whose time a chunk has spent already, any row would pay; its price is that of decoding."""
+    linear = CostTable((1, 256), ((10.0, 265.0),), captured_tokens=0)  # 10 ms, and 1 ms a row
+    dear, cheap = np.full((4, 1), 0.3, np.float32), np.full((4, 1), 0.9, np.float32)  # 4 tokens in 13 ms: 0.31 a row
+
+    def budgets(planner: StoppingPlanner, prefill: int) -> list[int]:
+        load = StepLoad(4, [1] * 4, prefill_tokens=prefill)
+        return [planner.decide(survival, load).budget for survival in (dear, cheap)]
+
+    fresh = StoppingPlanner(1, linear, trim_beside_prefill=True)
+    assert budgets(fresh, prefill=200) == [0, 4]
+    assert fresh.prices.price(4) is None
+    for _ in range(fresh.prices.settle):
+        assert fresh.decide(dear, StepLoad(4, [1] * 4)).budget == 0
+    price = fresh.prices.price(4)
+    assert price == pytest.approx(4 / 13)
+    for _ in range(64):
+        assert budgets(fresh, prefill=200) == [0, 4]
+    assert fresh.prices.price(4) == price

@@ -305,11 +305,12 @@ class WidthPolicy:
         return self._suspended_steps != 0
 
     def _gain_ms(self, plan: Plan, accepted: list[int]) -> float:
-        """How much longer plain steps would have taken for the tokens of this one."""
-        assert self.stale.table is not None
+        """How much longer plain steps would have taken for the tokens of this one; a prompt chunk takes what it takes."""
+        table, load = self.stale.table, plan.load
+        assert table is not None
         assert plan.predicted_ms is not None
-        requests = plan.load.requests
-        return sum(accepted, requests) / requests * self._plain_ms(self.stale.table, plan.load) - plan.predicted_ms
+        spared = sum(accepted) / load.requests * self._plain_ms(table, replace(load, prefill_tokens=0))
+        return spared + self._plain_ms(table, load) - plan.predicted_ms
 
     def _plain_ms(self, table: CostTable, load: StepLoad) -> float:
         """What the step costs without drafts."""

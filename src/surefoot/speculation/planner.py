@@ -494,6 +494,10 @@ class StoppingPlanner(Planner):
     would trim unlucky blocks too little and lucky ones too much. Until a price is known the ratio of the step itself
     is used.
 
+    Prompt chunks have no part in the price. Every answer brings its prompt, whatever is verified: their time is the same
+    for all plans, and only decoding can be made dearer or cheaper. In a step that carries a chunk a row is worth what it
+    is worth in any other; against the ratio of that step, most of which is spent already, it would look cheap.
+
     Attributes:
         rule: `admit`, or something that admits the same faster.
     """
@@ -515,7 +519,7 @@ class StoppingPlanner(Planner):
         full = int(limits.sum())
         decision = self.settled(load, full) or self._search(survival, load, limits, full)
         self.model.observe(survival, limits)  # after the decision: nothing of this step informs its own continuation
-        if decision.expected_tokens is not None and decision.predicted_ms:
+        if decision.expected_tokens is not None and decision.predicted_ms and not load.prefill_tokens:
             self.prices.observe(load.requests, decision.expected_tokens, decision.predicted_ms)
         return decision
 
@@ -523,6 +527,9 @@ class StoppingPlanner(Planner):
         self, survival: npt.NDArray[np.floating], load: StepLoad, limits: npt.NDArray[np.int64], full: int
     ) -> Decision:
         costs, price = self._costs(load, full + 1), self.prices.price(load.requests)
+        if price is None and load.prefill_tokens:
+            assert self.table is not None
+            price = load.requests / float(self.table.step_costs(load.requests, load.requests, 1, load.context, 0)[0])
         budget, widths, tokens = self.rule(
             StoppingProblem(survival, limits, costs, load.requests, self.min_width, price, self.model)
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from surefoot.bench.prompts import BUILT_IN
-from surefoot.bench.throughput import Row, Throughput, build_arms, measure_throughput, run_arm
+from surefoot.bench.throughput import TURNS, Job, Row, Throughput, build_arms, jobs_of, measure_throughput, run_arm
 from surefoot.engine.device import InlineDevice
 from surefoot.sampling import SamplingParams
 from tests.engine.engines import tiny_drafter
@@ -36,7 +37,7 @@ def test_a_run_answers_every_prompt_and_never_exceeds_its_concurrency() -> None:
         return step()
 
     arm.engine.step = watched  # type: ignore[method-assign, assignment]
-    run = run_arm(arm.engine, PROMPTS, PARAMS, concurrency=2)
+    run = run_arm(arm.engine, [Job(prompt, PARAMS) for prompt in PROMPTS], concurrency=2)
     assert most == 2
     assert run.tokens == 30
     assert [len(text) for text in run.texts] == [10, 10, 10]
@@ -91,8 +92,8 @@ def test_a_clock_runs_during_the_steps_of_its_own_arm_only(monkeypatch: pytest.M
         arm.engine.step = timed  # type: ignore[method-assign]
     found = measure_throughput(arms, PROMPTS[:1], PARAMS, concurrency=[1], repeats=1)
     none, fixed = found.rows
-    assert none.tokens_per_s == pytest.approx(1.0)  # ten tokens in ten steps: the first comes with the prompt
-    assert fixed.tokens_per_s <= 10 / 500
+    assert none.tokens_per_s == pytest.approx(1.0)  # a token a step: the first comes with the prompt
+    assert fixed.tokens_per_s <= 2 / 100
 
 
 def test_where_steps_overlap_arms_run_one_after_another() -> None:
@@ -110,6 +111,26 @@ def test_where_steps_overlap_arms_run_one_after_another() -> None:
         "none",
         "fixed:1",
     ] * 2
+
+
+def test_lengths_of_answers_differ_and_have_the_mean_asked_for() -> None:
+    jobs = jobs_of(PROMPTS, PARAMS, 60)
+    lengths = [job.params.max_tokens or 0 for job in jobs]
+    assert (min(lengths), max(lengths)) == (5, 15)
+    assert sum(lengths) / 60 == pytest.approx(10, abs=0.2)
+    assert len(set(lengths[:6])) == 6
+    assert jobs[4].prompt is PROMPTS[1]
+    assert [job.params.max_tokens for job in jobs_of(PROMPTS, replace(PARAMS, max_tokens=1), 3)] == [1, 1, 1]
+
+
+def test_the_batch_is_kept_full_for_several_turns() -> None:
+    target = tiny_target()
+    arms = build_arms(["none"], target, None, max_num_seqs=4, max_model_len=64)
+    seen: list[str] = []
+    add = arms[0].engine.add_request
+    arms[0].engine.add_request = lambda *given: (seen.append("job"), add(*given))[1]  # type: ignore[method-assign]
+    measure_throughput(arms, PROMPTS, PARAMS, concurrency=[4], repeats=1)
+    assert len(seen) == 2 * TURNS * 4  # once to warm up
 
 
 def row(arm: str, speed: float) -> Row:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.errors import CostTableError, SurefootError
-from surefoot.speculation import ConfidenceBoard, CostTable, DriftTracker, StalePlanner, StepLoad
+from surefoot.speculation import ConfidenceBoard, Correction, CostTable, DriftTracker, StalePlanner, StepLoad
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"token_buckets": ()}, "empty"),
@@ -252,6 +252,51 @@ def test_a_burst_shorter_than_half_a_window_does_not_rescale() -> None:
     tracker = DriftTracker(table(), window=64)
     for step in range(640):
         assert tracker.observe(10.0, 20.0 if step % 64 < 28 else 10.0) is None
+
+
+@pytest.mark.parametrize("machine", [0.97, 1.0, 1.03])
+def test_single_row_counts_are_corrected_by_what_their_steps_take(machine: float) -> None:
+    """V(4) was measured a fifth too low. Whatever all steps have in common is no reason to correct any of them."""
+    rng = np.random.default_rng(0)
+    tracker = DriftTracker(table(captured_tokens=0), window=64)
+    changes = []
+    for step in range(2000):
+        rows = (1, 4, 1)[step % 3]
+        predicted = tracker.table.verify_ms_at(rows)
+        true = {1: 1.0, 4: 2.5}[rows] * machine
+        if change := tracker.observe(predicted, true * rng.normal(1.0, 0.05), rows):
+            changes.append(change)
+    assert {type(change) for change in changes} == {Correction}
+    assert len(changes) < 10  # then it is content
+    one, four, eight = tracker.table.verify_ms[0]
+    assert (one, eight) == pytest.approx((1.0, 4.0), rel=0.04)
+    assert four == pytest.approx(2.5, rel=0.04)
+    assert "4 rows x 1.2" in str(changes[-1])
+
+
+def test_noise_alone_corrects_little() -> None:
+    rng = np.random.default_rng(1)
+    tracker = DriftTracker(table())
+    for step in range(5000):
+        rows = (1, 4, 8)[step % 3]
+        true = table().verify_ms_at(rows)
+        tracker.observe(
+            tracker.table.verify_ms_at(rows), true * (rng.normal(1.0, 0.08) + 3.0 * (rng.random() < 0.05)), rows
+        )
+    assert np.array(tracker.table.verify_ms) == pytest.approx(np.array(table().verify_ms), rel=0.06)
+
+
+def test_a_correction_has_a_limit() -> None:
+    tracker = DriftTracker(table(), window=16)
+    for step in range(4000):
+        tracker.observe(10.0, 10.0 if step % 3 else 100.0, (4, 1, 1)[step % 3])
+    assert tracker.table.verify_ms[0] == pytest.approx((1.0, 2.0 * DriftTracker.MOST, 4.0))
+
+
+def test_the_bucket_that_says_most() -> None:
+    linear, stairs = table(captured_tokens=0), table()
+    assert [linear.bucket_of(rows) for rows in (1, 2, 3, 4, 5, 6, 8, 100)] == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert [stairs.bucket_of(rows) for rows in (1, 2, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 2]
 
 
 def test_meaningless_measurements_are_ignored() -> None:

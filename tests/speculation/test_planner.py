@@ -311,7 +311,9 @@ def test_prices_are_forgotten_when_the_table_is_rescaled() -> None:
     for _ in range(planner.prices.settle):
         planner.decide(survival, load)
     assert planner.prices.price(1) == pytest.approx(2.8 / 13.0, rel=1e-6)
-    planner.table = STEEP.scaled(3.0)
+    planner.use(STEEP.corrected({0: 1.1}), rescaled=False)
+    assert planner.prices.price(1) is not None
+    planner.use(STEEP.scaled(3.0), rescaled=True)
     planner.decide(survival, load)
     assert planner.prices.price(1) is None
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from surefoot.drafters.base import Drafter
 from surefoot.engine.assembly import make_policy
@@ -30,8 +30,8 @@ PASSES = ("draft", "target", "accept", "extend")
 drafter's context. All else is the host's."""
 
 TURNS = 3
-"""Requests of a run by those that run at once. With as many answers as run at once, of equal length, an arm without drafts
-would be full until its last step, and an arm that finishes some early would end with a batch that nobody refills."""
+"""Requests of a run by those that run at once. With fewer, most of a run would be its end, when nobody refills the batch."""
+GOLDEN = 0.618034  # multiples of it modulo 1 lie evenly spread
 
 
 @dataclass(frozen=True)
@@ -108,26 +108,44 @@ class Run:
         return self.tokens / self.seconds
 
 
-def run_arm(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int) -> Run:
-    """Answer all prompts, `concurrency` at a time: the next one enters when one has ended."""
+class Job(NamedTuple):
+    """One prompt to answer."""
+
+    prompt: list[int]  # token ids
+    params: SamplingParams
+
+
+def jobs_of(prompts: Sequence[list[int]], params: SamplingParams, count: int) -> list[Job]:
+    """`count` jobs, the prompts round and round; lengths of answers are spread over half to one and a half of `max_tokens`.
+
+    Equal lengths would be a gift to arms that advance in step: their answers all end at once, and the prompts behind them
+    are read in one large batch. No served workload is like that.
+    """
+    assert params.max_tokens is not None
+    lengths = (max(1, round(params.max_tokens * (0.5 + index * GOLDEN % 1))) for index in range(count))
+    return [
+        Job(prompts[index % len(prompts)], replace(params, max_tokens=length)) for index, length in enumerate(lengths)
+    ]
+
+
+def run_arm(engine: Engine, jobs: Sequence[Job], concurrency: int) -> Run:
+    """Do all jobs, `concurrency` at a time: the next one enters when one has ended."""
     run = Run()
-    for _ in _steps(run, engine, prompts, params, concurrency):
+    for _ in _steps(run, engine, jobs, concurrency):
         pass
     return run
 
 
-def _steps(
-    run: Run, engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int
-) -> Iterator[None]:
+def _steps(run: Run, engine: Engine, jobs: Sequence[Job], concurrency: int) -> Iterator[None]:
     """The steps of one run, which it fills in; its clock stands still between them."""
-    waiting, requests = deque(prompts), list[Request]()
+    waiting, requests = deque(jobs), list[Request]()
     reports: list[StepReport] = []
     engine.add_observer(reports.append)
     try:
         while waiting or engine.has_work:
             start = time.perf_counter()
             while waiting and len(engine.requests) < concurrency:
-                requests.append(engine.add_request(waiting.popleft(), params))
+                requests.append(engine.add_request(*waiting.popleft()))
             began = time.perf_counter()
             events = engine.step()
             ended = time.perf_counter()
@@ -147,11 +165,7 @@ def _steps(
 
 
 def _run_together(
-    engines: Sequence[Engine],
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    concurrency: int,
-    progress: Callable[[float], None],
+    engines: Sequence[Engine], jobs: Sequence[Job], concurrency: int, progress: Callable[[float], None]
 ) -> list[Run]:
     """One run of every engine, in the order given.
 
@@ -160,11 +174,11 @@ def _run_together(
     """
     runs = [Run() for _ in engines]
     courses = {
-        index: _steps(run, engine, prompts, params, concurrency)
+        index: _steps(run, engine, jobs, concurrency)
         for index, (run, engine) in enumerate(zip(runs, engines, strict=True))
     }
     together = all(engine.device.reads_are_free for engine in engines)
-    expected = len(engines) * len(prompts) * (params.max_tokens or 1)
+    expected = len(engines) * sum(job.params.max_tokens or 1 for job in jobs)
     while courses:
         turn = min(courses, key=lambda index: runs[index].tokens) if together else next(iter(courses))
         if next(courses[turn], True):  # a step yields None: it has ended
@@ -240,14 +254,11 @@ def measure_throughput(
 
     Args:
         prompts: token ids; taken round and round until there are enough.
+        params: of all requests; `max_tokens` is the mean length of answers (see `jobs_of`).
         requests: per run; None takes every prompt once, and at least `TURNS` times as many as run at once.
     """
     runs: dict[tuple[int, str], list[Run]] = {(count, arm.name): [] for count in concurrency for arm in arms}
     rounds = [(0, max(concurrency)), *((repeat, count) for repeat in range(repeats) for count in concurrency)]
-
-    def work(count: int) -> list[list[int]]:
-        number = requests or max(len(prompts), TURNS * count)
-        return [prompts[index % len(prompts)] for index in range(number)]
 
     def show(share: float) -> None:
         if progress is not None:
@@ -255,7 +266,8 @@ def measure_throughput(
 
     for done, (repeat, count) in enumerate(rounds):
         order = [arms[(index + repeat) % len(arms)] for index in range(len(arms))]
-        found = _run_together([arm.engine for arm in order], work(count), params, count, show)
+        jobs = jobs_of(prompts, params, requests or max(len(prompts), TURNS * count))
+        found = _run_together([arm.engine for arm in order], jobs, count, show)
         if done:  # the first round wakes kernels and caches, and lets the estimator learn
             for arm, run in zip(order, found, strict=True):
                 runs[count, arm.name].append(run)

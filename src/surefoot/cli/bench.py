@@ -60,7 +60,7 @@ def throughput(
 ) -> None:
     """Aggregate tok/s of several arms at several concurrencies, interleaved in one process over one target.
 
-    Answers run to --max-tokens whatever they say. The trace is of the arm adaptive.
+    Answers are half to one and a half times --max-tokens long, whatever they say. The trace is of the arm adaptive.
     """
     counts, names = _counts(concurrency), list(dict.fromkeys(name.strip() for name in arms.split(",")))
     from surefoot.bench.prompts import read_prompts
@@ -90,7 +90,7 @@ def throughput(
         target,
         llm.engine.drafter,
         max_num_seqs=max(counts),
-        max_model_len=max(map(len, texts)) + max_tokens,
+        max_model_len=max(map(len, texts)) + 2 * max_tokens,
         cost_table=cost_table,
         seed=SEED,
     )

@@ -27,7 +27,7 @@ from surefoot.engine.step import StepInputs
 from surefoot.errors import ConfigurationError
 from surefoot.kernels.planning import admit
 from surefoot.speculation.breaker import Breaker, BreakerState
-from surefoot.speculation.cost import CostTable, DriftTracker
+from surefoot.speculation.cost import CostTable, DriftTracker, Rescale
 from surefoot.speculation.depth import DraftDepth
 from surefoot.speculation.estimator import ConfidenceSource
 from surefoot.speculation.exploration import Exploration
@@ -368,21 +368,21 @@ class WidthPolicy:
         if len(self._observed) >= SETTLE_EVERY:
             self._settle()
         if self.drift is not None and plan.predicted_ms and not plan.load.prefill_tokens:
-            rescale = self.drift.observe(plan.predicted_ms, measured)
-            if rescale is not None:
-                log.info("%s", rescale)
+            change = self.drift.observe(plan.predicted_ms, measured, plan.load.requests + sum(widths))
+            if change is not None:
+                log.info("%s", change)
                 self._statistics.rescales += 1
-                self._plan_with(self.drift.table)
+                self._plan_with(self.drift.table, rescaled=isinstance(change, Rescale))
 
     def use_table(self, table: CostTable) -> None:
         """Plan with another table from the next step on."""
         self.drift = DriftTracker(table)
-        self._plan_with(table)
+        self._plan_with(table, rescaled=True)
 
-    def _plan_with(self, table: CostTable) -> None:
-        self.stale.table = table
+    def _plan_with(self, table: CostTable, rescaled: bool) -> None:
+        self.stale.use(table, rescaled=rescaled)
         if self.current is not None:
-            self.current.table = table
+            self.current.use(table, rescaled=rescaled)
 
     @property
     def lacks_table(self) -> bool:

@@ -188,6 +188,20 @@ class CostTable:
             batch_overhead_ms=tuple(value * factor for value in self.batch_overhead_ms),
         )
 
+    def corrected(self, factors: Mapping[int, float]) -> CostTable:
+        """The same table with V of single buckets (by index) multiplied, at every context length."""
+        times = [[value * factors.get(i, 1.0) for i, value in enumerate(curve)] for curve in self.verify_ms]
+        return replace(self, verify_ms=tuple(map(tuple, times)))
+
+    def bucket_of(self, tokens: int) -> int:
+        """Index of the bucket whose measurement says most about a pass of so many tokens."""
+        buckets = self.token_buckets
+        above = min(bisect_left(buckets, tokens), len(buckets) - 1)
+        staircase = self.captured_tokens is None or tokens <= self.captured_tokens
+        if staircase or above == 0 or tokens >= buckets[above]:
+            return above
+        return above if tokens * tokens > buckets[above - 1] * buckets[above] else above - 1
+
     def require(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise `CostTableError` naming every field in which this engine differs from the one that was measured."""
         ours, theirs = dict(self.fingerprint), dict(fingerprint)
@@ -437,11 +451,28 @@ class Rescale:
         )
 
 
+@dataclass(frozen=True)
+class Correction:
+    """Row counts at which steps take persistently longer or shorter than the profile says, relative to the others."""
+
+    factors: Mapping[int, float]  # tokens of the bucket -> V by what was profiled, all corrections so far
+    steps: int
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{tokens} rows x {factor:.2f}" for tokens, factor in sorted(self.factors.items()))
+        return f"cost table corrected by what {self.steps} steps took: {found}"
+
+
 class DriftTracker:
-    """Rescales a table when measured step times persistently leave the prediction.
+    """Keeps a table true to measured step times: rescales all of it, or corrects single row counts.
 
     Only the median of the ratio counts, over a window and over both its halves alike: a step that stalls (a page fault,
     another process) is late by any amount but never early, and must not move the table.
+
+    A planner goes where the table is too low: of many noisy measurements it believes the luckiest. Its own steps tell
+    better. A bucket whose steps differ from all of the window by more than `LEAST`, and by more than their noise explains,
+    moves half of the way (the logarithm is halved), `MOST` times at most. What all buckets have in common is left to
+    rescaling, or those that nobody visits would look cheap.
 
     Args:
         table: what was profiled.
@@ -449,30 +480,64 @@ class DriftTracker:
         tolerance: relative difference that is left alone.
     """
 
+    LEAST, MOST = 0.03, 1.5
+
     def __init__(self, table: CostTable, window: int = 64, tolerance: float = 0.1) -> None:
         self.profiled, self.table = table, table
         self.window, self.tolerance = window, tolerance
         self.total = 1.0
+        self._factors: dict[int, float] = {}  # bucket -> correction
         self._ratios: deque[float] = deque(maxlen=window)
+        self._buckets: deque[int | None] = deque(maxlen=window)
+        self._steps = 0
 
-    def observe(self, predicted_ms: float, measured_ms: float) -> Rescale | None:
+    def observe(
+        self, predicted_ms: float, measured_ms: float, tokens: int | None = None
+    ) -> Rescale | Correction | None:
         """Take one step that ran as predicted (no prefill the plan did not know of, no compilation).
 
+        Args:
+            tokens: rows of the target pass (None: unknown, no bucket is corrected by it).
+
         Returns:
-            The rescaling this step brought about (`self.table` is the new table), or None.
+            What this step brought about (`self.table` is the new table), or None.
         """
         if not (predicted_ms > 0 and measured_ms > 0 and math.isfinite(measured_ms / predicted_ms)):
             return None
         self._ratios.append(measured_ms / predicted_ms)
+        self._buckets.append(None if tokens is None else self.profiled.bucket_of(tokens))
+        self._steps += 1
         if len(self._ratios) < self.window:
             return None
         ratios = list(self._ratios)
         early, late = statistics.median(ratios[: self.window // 2]), statistics.median(ratios[self.window // 2 :])
         slower, faster = 1 + self.tolerance, 1 / (1 + self.tolerance)
-        if not (min(early, late) > slower or max(early, late) < faster):
+        if min(early, late) > slower or max(early, late) < faster:
+            factor = statistics.median(ratios)
+            self.total *= factor
+            self._renew()
+            return Rescale(factor, self.total, self.window)
+        return self._correct(ratios) if self._steps % self.window == 0 else None
+
+    def _correct(self, ratios: list[float]) -> Correction | None:
+        """Move the buckets of a full window that differ from it."""
+        all_steps, moved = statistics.median(ratios), False
+        for bucket in {bucket for bucket in self._buckets if bucket is not None}:
+            own = [ratio for ratio, at in zip(ratios, self._buckets, strict=True) if at == bucket]
+            off = statistics.median(own) / all_steps
+            spread = statistics.median(abs(ratio / off / all_steps - 1) for ratio in own)  # 2/3 of a standard deviation
+            noise = 4 * spread / math.sqrt(len(own))  # two standard errors of a median
+            if len(own) >= self.window // 4 and abs(math.log(off)) > max(self.LEAST, noise):
+                factor = self._factors.get(bucket, 1.0) * math.sqrt(off)
+                self._factors[bucket] = min(max(factor, 1 / self.MOST), self.MOST)
+                moved = True
+        if not moved:
             return None
-        factor = statistics.median(ratios)
-        self.total *= factor
-        self.table = self.profiled.scaled(self.total)
+        self._renew()
+        return Correction({self.profiled.token_buckets[b]: f for b, f in self._factors.items()}, self.window)
+
+    def _renew(self) -> None:
+        self.table = self.profiled.scaled(self.total).corrected(self._factors)
         self._ratios.clear()
-        return Rescale(factor, self.total, self.window)
+        self._buckets.clear()
+        self._steps = 0

@@ -139,7 +139,7 @@ class Planner:
 
     Attributes:
         gamma: block length of the drafter.
-        table: measured cost; None verifies everything (and says so). Replace it when drift rescales.
+        table: measured cost; None verifies everything (and says so). `use` replaces it.
         min_width, max_width: bounds of every request's window, within its own limit (max_width None: gamma).
         forced: widths that replace planning.
         trim_beside_prefill: trim although a prompt chunk shares the pass; its rows count as load either way.
@@ -159,6 +159,10 @@ class Planner:
                 f"widths must satisfy 0 <= min_width <= max_width <= gamma, got min_width={self.min_width}, "
                 f"max_width={widest}, gamma={self.gamma}"
             )
+
+    def use(self, table: CostTable, *, rescaled: bool) -> None:
+        """Plan with another table; `rescaled`: its milliseconds are not those of the one before."""
+        self.table = table
 
     def limits_of(self, load: StepLoad) -> npt.NDArray[np.int64]:
         """[D] the request's limits within max_width: pass these to `allocate`."""
@@ -508,14 +512,16 @@ class StoppingPlanner(Planner):
         super().__post_init__()
         self.model = ContinuationModel(self.gamma)
         self.prices = PriceOfTime()
-        self._priced_in = self.table
+
+    def use(self, table: CostTable, *, rescaled: bool) -> None:
+        super().use(table, rescaled=rescaled)
+        if rescaled:  # old prices are in old milliseconds
+            self.prices = PriceOfTime()
 
     def decide(self, current: Tensor | npt.NDArray[np.floating], load: StepLoad) -> Decision:
         """Choose the budget from the survivals of this step's blocks ([D, gamma], on the host), then learn from them."""
         limits = self.limits_of(load)
         survival = np.asarray(current)
-        if self.table is not self._priced_in:  # drift has rescaled the table: old prices are in old milliseconds
-            self.prices, self._priced_in = PriceOfTime(), self.table
         full = int(limits.sum())
         decision = self.settled(load, full) or self._search(survival, load, limits, full)
         self.model.observe(survival, limits)  # after the decision: nothing of this step informs its own continuation

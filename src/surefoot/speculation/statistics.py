@@ -156,7 +156,7 @@ class Statistics:
     confidence_sum: list[float] = field(default_factory=list)  # [gamma] sums of predicted survival ...
     survived_sum: list[float] = field(default_factory=list)  # ... and of what came true, where it is known
     labelled: list[int] = field(default_factory=list)  # [gamma] blocks in the two sums above
-    rescales: int = 0  # times drift changed the cost table
+    rescales: int = 0  # times measured steps changed the cost table
     # Of a drafter with several sources: blocks and confidences of each, kept apart from the others'.
     by_source: dict[str, Statistics] = field(default_factory=dict)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from surefoot.bench import planner
+from surefoot.bench.decode import Decode
 from surefoot.bench.throughput import Row
 
 ARMS = ("none", "fixed:2", "adaptive")
@@ -38,14 +39,39 @@ def test_throughput_has_every_column(run: Callable[..., Any], checkpoints: Path,
         assert row["host_ms_per_step"] > 0
         assert row["target_ms"] > 0
         assert len(row["repeats"]) == 2
-        # Two prompts (three requests at concurrency 3) of 12 tokens, twice.
-        requests = max(2, row["concurrency"])
+        # Three requests for each that runs at once, of 12 tokens on average, twice.
+        requests = 3 * row["concurrency"]
         steps = sum(row["width_histogram"].values())
-        assert steps * (1 + row["accepted_length"]) == pytest.approx(2 * requests * 12, rel=0.1)
+        assert steps * (1 + row["accepted_length"]) == pytest.approx(2 * requests * 12, rel=0.15)
         widest = max(map(int, row["width_histogram"]))
         assert widest <= {"none": 0, "fixed:2": 2, "adaptive": 3}[row["arm"]]
     assert {line["concurrency"] for line in found["summary"]} == {1, 3}
     assert len(trace.read_text().splitlines()) > 10
+
+
+def test_decode_compares_with_transformers(run: Callable[..., Any], checkpoints: Path, tmp_path: Path) -> None:
+    prompts, saved = tmp_path / "prompts.txt", tmp_path / "decode.json"
+    prompts.write_text("a stop is a stop is a\nnot this one\n")
+    asked = ("bench", "decode", "-m", str(checkpoints / "target"), "-d", "prompt-lookup", "--prompts", str(prompts))
+    result = run(*asked, "--count", "1", "-n", "8", "--output", str(saved))
+    assert result.exit_code == 0, result.stderr
+    for arm in ("transformers", "target-only", "speculative", "int8"):
+        assert arm in result.stdout
+    assert "equal transformers' on 1 of 1 prompts" in result.stdout
+    assert "the same on all" in result.stdout
+    assert json.loads(saved.read_text())["speculation_identical"] is True
+    found = json.loads(run(*asked, "-n", "8", "--no-int8", "--json").stdout)
+    assert [row["arm"] for row in found["rows"]] == ["transformers", "target-only", "speculative"]
+    assert found["answers"] == 2
+
+
+def test_a_decode_in_which_speculation_changes_a_token_fails(
+    run: Callable[..., Any], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decode, "identical", False)
+    result = run("bench", "decode", "-m", str(checkpoints / "target"), "-d", "prompt-lookup", "--no-int8", "-n", "4")
+    assert result.exit_code == 1
+    assert "TEXTS DIFFER" in result.stderr
 
 
 def test_throughput_as_a_table(run: Callable[..., Any], checkpoints: Path) -> None:

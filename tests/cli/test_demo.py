@@ -47,6 +47,25 @@ def test_table_verdict_and_memory_are_shown(run: Callable[..., Any], script: Scr
     assert "planner verifies everything: no cost table" in result.stderr
 
 
+def test_an_interrupted_demo_shows_what_was_done(
+    run: Callable[..., Any], script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = StubLLM.stream
+
+    def stream(self: StubLLM, prompt: Any, params: SamplingParams) -> Any:
+        if len(script.asked) == 2 + 2 * 2 + 1:  # warm-up, two prompts in both arms, the first arm of the third
+            script.interrupt_after = 1
+        return asked(self, prompt, params)
+
+    monkeypatch.setattr(StubLLM, "stream", stream)
+    result = run("demo")
+    assert result.exit_code == 130
+    assert "texts identical on 2 of 2 prompts" in result.stdout
+    assert "2.50×" in result.stdout
+    assert f"interrupted: 2 of {len(DEMO_PROMPTS)} prompts were done" in result.stderr
+    assert script.closed == 1
+
+
 def test_json_is_the_only_thing_on_stdout(run: Callable[..., Any], script: Script) -> None:
     result = run("demo", "--json")
     found = json.loads(result.stdout)

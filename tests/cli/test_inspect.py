@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from surefoot.profiling import hardware
+from surefoot.speculation.calibration import Calibration, Provenance
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,19 @@ def test_a_drafter_without_a_target_is_only_described(run: Callable[..., Any], c
     result = run("inspect", str(checkpoints / "stranger"))
     assert result.exit_code == 0
     assert "fit" not in result.stdout
+
+
+def test_the_calibration_beside_a_drafter_is_read(run: Callable[..., Any], checkpoints: Path, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(checkpoints / "drafter", drafter)
+    assert "'surefoot calibrate' fits one" in " ".join(run("inspect", str(drafter)).stdout.split())
+    Calibration([1.5, 1.0, 0.5], Provenance(dataset="lullabies")).save(drafter / "calibration.json")
+    assert "fitted on lullabies" in run("inspect", str(drafter)).stdout
+    Calibration([1.5, 1.0]).save(drafter / "calibration.json")  # of another gamma
+    result = run("inspect", str(drafter))
+    assert result.exit_code == 1
+    assert "cannot be used" in result.stdout
+    assert "surefoot calibrate" in result.stdout
 
 
 def test_a_truncated_drafter_is_one_line_with_the_remedy(

@@ -16,8 +16,8 @@ from surefoot.drafters.base import Draft, DraftContext, DraftSampler
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
-from surefoot.speculation.cost import CostTable
-from surefoot.speculation.planner import Decision
+from surefoot.speculation.cost import Correction, CostTable, Rescale
+from surefoot.speculation.planner import Decision, StoppingPlanner
 from surefoot.speculation.statistics import InactiveError
 from tests.engine.engines import EngineUnderTest, build
 from tests.tiny_models import tiny_target
@@ -216,6 +216,34 @@ def test_a_persistent_difference_between_predicted_and_measured_time_rescales_th
         greedy(engine)
     assert engine.statistics.rescales > 0
     assert engine.policy.stale.table is not tiny
+
+
+@pytest.mark.parametrize(
+    ("change", "forgets"), [(Correction({4: 1.2}, 64), False), (Rescale(1.2, 1.2, 64), True), (None, False)]
+)
+def test_a_changed_table_reaches_the_planners(
+    change: Correction | Rescale | None, forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A correction leaves the unit of time, and what past steps have taught about its price."""
+    engine = build(tiny_target("qwen3"), "prompt-lookup", table=CostTable((1, 64), ((10.0, 20.0),)))
+    policy, rows = engine.policy, list[int | None]()
+    assert policy.drift is not None
+    assert isinstance(policy.current, StoppingPlanner)
+    before, prices = policy.drift.table, policy.current.prices
+
+    def observe(predicted_ms: float, measured_ms: float, tokens: int | None = None) -> Correction | Rescale | None:
+        rows.append(tokens)
+        return change
+
+    monkeypatch.setattr(policy.drift, "observe", observe)
+    policy.drift.table = before.corrected({0: 1.5})
+    greedy(engine)
+    assert rows
+    assert all(count is not None and count >= 1 for count in rows)
+    wanted = before if change is None else policy.drift.table
+    assert policy.stale.table is policy.current.table is wanted
+    assert (policy.current.prices is not prices) == forgets
+    assert engine.statistics.rescales == (0 if change is None else len(rows))
 
 
 @pytest.mark.parametrize(

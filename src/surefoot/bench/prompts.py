@@ -91,7 +91,9 @@ def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigurationError(f"cannot read the prompts {path}: {problem}") from problem
+        raise ConfigurationError(
+            f"cannot read the prompts {path}: {problem}. Give a file of JSON lines with 'turns', or of text"
+        ) from problem
     parse = _from_json if path.suffix in (".jsonl", ".json") else _from_text
     prompts = tuple(parse(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip())
     if not prompts:

@@ -1,10 +1,10 @@
-"""`surefoot bench`: `throughput` compares arms over the same prompts, `planner` times the host's decisions."""
+"""`surefoot bench`: `decode` compares with transformers, `throughput` arms with each other, `planner` times decisions."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from surefoot.bench.decode import Decode
     from surefoot.bench.throughput import Throughput
 
 SEED = 20260711
@@ -22,10 +23,108 @@ SEED = 20260711
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    group = typer.Typer(help="Measure this engine against itself.", no_args_is_help=True)
+    group = typer.Typer(help="Measure this engine against itself and against transformers.", no_args_is_help=True)
+    group.command()(decode)
     group.command()(throughput)
     group.command()(planner)
     app.add_typer(group, name="bench")
+
+
+def decode(
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    drafter: options.Drafter = "auto",
+    cost_table: options.CostTable = "auto",
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="JSON lines with 'turns', or text.", show_default="code, edits, maths and chat"),
+    ] = None,
+    count: Annotated[int | None, typer.Option("--count", min=1, help="First prompts only.", show_default="all")] = None,
+    int8: Annotated[bool, typer.Option("--int8/--no-int8", help="Also an arm on int8 weights.")] = True,
+    max_tokens: options.MaxTokens = 64,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the figures as JSON.")] = None,
+    json: options.Json = False,
+) -> None:
+    """One request at a time on the CPU, greedy: transformers, target-only, speculative and int8 in turn, same prompts.
+
+    Says what share of the memory's speed is reached, and compares the texts. Loads the model up to three times.
+    """
+    from surefoot.bench.prompts import read_prompts
+
+    asked = read_prompts(prompts)[:count]
+    common: dict[str, Any] = {
+        "gamma": None,
+        "width": "auto",
+        "cost_table": cost_table,
+        "device": "cpu",
+        "dtype": dtype,
+        "threads": threads,
+    }
+    llm = options.load_llm(model, drafter=drafter, quantize=None, **common)
+    if (tokenizer := llm.target.tokenizer) is None:
+        raise ConfigurationError(f"{llm.target.name} has no tokenizer: it cannot read prompts")
+    quantized = options.load_llm(model, drafter="none", quantize="int8", **common) if int8 else None
+    from surefoot.bench.decode import measure_decode
+    from surefoot.targets.loading import load_untouched
+
+    plain = load_untouched(model, dtype=dtype)
+    with progress_bar("benchmark") as show:
+        found = measure_decode(plain, llm, quantized, [prompt.tokens(tokenizer) for prompt in asked], max_tokens, show)
+    facts = {
+        **found.to_dict(),
+        "model": model,
+        "engine": llm.describe(),
+        "prompts": str(prompts or "built-in"),
+        "max_tokens": max_tokens,
+    }
+    if output is not None:
+        from surefoot.speculation.json_files import write_object
+
+        write_object(output, facts)
+    print_json(facts) if json else _print_decode(found)
+    if output is not None:
+        note(f"saved to {output}")
+    if not found.identical:
+        typer.secho("TEXTS DIFFER with and without speculation, which must never happen", err=True, fg="red", bold=True)
+        raise typer.Exit(1)
+
+
+def _print_decode(found: Decode) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from surefoot.bench.decode import TARGET_ONLY, TRANSFORMERS
+
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("arm", no_wrap=True)
+    for heading in ("tok/s", "× transformers", "× target-only", "of the\nmemory's speed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in found.rows:
+        share = found.floor_share(row.arm)
+        table.add_row(
+            row.arm,
+            f"{row.tokens_per_s:.1f}",
+            f"{found.ratio(row.arm, TRANSFORMERS):.2f}",
+            f"{found.ratio(row.arm, TARGET_ONLY):.2f}",
+            "–" if share is None else f"{100 * share:.0f} %",
+        )
+    console = Console()
+    console.print(table, highlight=False)
+    answers = len(found.rows[0].texts)
+    if found.stream_gb_s is not None:
+        console.print(f"memory is read at {found.stream_gb_s:.1f} GB/s", highlight=False)
+    console.print(
+        f"greedy texts equal transformers' on {answers - len(found.differences)} of {answers} prompts; with and without "
+        f"speculation they are {'the same' if found.identical else 'DIFFERENT'} on all",
+        highlight=False,
+    )
+    for place in found.differences:
+        console.print(
+            f"  prompt {place.prompt}: they part at token {place.token}, where the candidates' logits are {place.gap:.3g} apart "
+            f"({place.ulps:.1f} units in the last place)",
+            highlight=False,
+        )
 
 
 def throughput(

@@ -59,7 +59,9 @@ def calibrate(
     try:
         heats = tuple(float(part) for part in temperatures.split(","))
     except ValueError:
-        raise ConfigurationError(f"temperatures is {temperatures!r}; allowed: numbers separated by commas") from None
+        raise ConfigurationError(
+            f"temperatures is {temperatures!r}; allowed: numbers of 0 or more separated by commas, such as 0,1"
+        ) from None
     asked = read_prompts(prompts or EVERYDAY)
     path = output or _beside(drafter)
     llm = options.load_llm(

@@ -83,8 +83,16 @@ def demo(
         for prompt in DEMO_PROMPTS[:1]:  # compiles kernels, touches every weight; not measured
             for arm in (TARGET_ONLY, SPECULATIVE):
                 _drain(start(llm, prompt, SamplingParams(temperature=temperature, max_tokens=WARM_UP_TOKENS), arm))
-        with screen(json) as show:
-            comparisons = compare(llm, DEMO_PROMPTS, params, repeats, show)
+        comparisons = [Comparison(prompt) for prompt in DEMO_PROMPTS]
+        try:
+            with screen(json) as show:
+                compare(llm, comparisons, params, repeats, show)
+        except KeyboardInterrupt:
+            done = [comparison for comparison in comparisons if all(comparison.runs.values())]
+            if done and not json:
+                Report(done, params.greedy, peak_memory()).print()
+                note(f"interrupted: {len(done)} of {len(comparisons)} prompts were done")
+            raise
         report = Report(comparisons, params.greedy, peak_memory())
         if json:
             print_json({**report.as_dict(), "engine": llm.describe()})
@@ -159,11 +167,8 @@ class Progress(NamedTuple):
 Show = Callable[[Progress], None]
 
 
-def compare(
-    llm: LLM, prompts: tuple[DemoPrompt, ...], params: SamplingParams, repeats: int, show: Show
-) -> list[Comparison]:
+def compare(llm: LLM, comparisons: list[Comparison], params: SamplingParams, repeats: int, show: Show) -> None:
     """Run every prompt in both arms `repeats` times; the arm that goes first alternates."""
-    comparisons = [Comparison(prompt) for prompt in prompts]
     for repeat in range(repeats):
         for index, comparison in enumerate(comparisons):
             arms = (TARGET_ONLY, SPECULATIVE) if (repeat + index) % 2 == 0 else (SPECULATIVE, TARGET_ONLY)
@@ -174,7 +179,6 @@ def compare(
                     show(Progress(comparison.prompt, arm, text, None))
                 comparison.runs[arm].append(stream.result)
                 show(Progress(comparison.prompt, arm, text, stream.result))
-    return comparisons
 
 
 def start(llm: LLM, prompt: DemoPrompt, params: SamplingParams, arm: str) -> Stream:

@@ -114,18 +114,37 @@ def _describe_drafter(checkpoint: str, target: str | None) -> tuple[dict[str, An
 
     described = describe_checkpoint(checkpoint)
     facts = {"role": "drafter", **described.as_dict()}
+    problems: list[str] = []
+    if described.config.enable_confidence_head:
+        facts["calibration"], problems = _describe_calibration(Path(checkpoint).expanduser(), described.config.gamma)
     if target is None:
-        return facts, []
+        return facts, problems
     from surefoot.targets.loading import describe_target
 
     against = describe_target(target)
     shape = SimpleNamespace(
         hidden_size=against.hidden_size, vocab_size=against.vocab_size, num_hidden_layers=against.num_layers
     )
-    problems = fit_problems(described, shape)
+    problems += fit_problems(described, shape)
     if not against.servable:
         problems.append(f"the target itself cannot be served: {against.reason}")
     return {**facts, "target": target, "fits": not problems, "problems": problems}, problems
+
+
+def _describe_calibration(directory: Path, gamma: int) -> tuple[str, list[str]]:
+    """What a drafter's calibration was fitted on, and why it cannot be used."""
+    from surefoot.engine.assembly import CALIBRATION_FILE
+    from surefoot.errors import CalibrationError
+    from surefoot.speculation.calibration import Calibration
+
+    path = directory / CALIBRATION_FILE
+    if not path.is_file():
+        return "none beside it; 'surefoot calibrate' fits one", []
+    try:
+        fitted = Calibration.load(path, gamma)
+    except CalibrationError as problem:
+        return f"cannot be used: {problem}", [str(problem)]
+    return f"fitted on {fitted.provenance.dataset or 'texts that it does not name'}", []
 
 
 def _show(report: Mapping[str, Mapping[str, Any]]) -> None:

@@ -68,6 +68,14 @@ def load_target(
     return Target(model.to(place), _read_tokenizer(directory), name=name)
 
 
+def load_untouched(name: str, *, dtype: torch.dtype | str | None = None, quiet: bool = False) -> Any:
+    """The same model as transformers makes it, on the CPU: what `load_target`'s is compared with. Raises as that does."""
+    chosen = _dtype(dtype)
+    directory = prepare(locate(name), quiet=quiet)
+    check_config(_read_config(directory, name))
+    return _read_model(directory, name, chosen, attention=None).eval()
+
+
 def describe_target(name: str, *, quiet: bool = False) -> TargetDescription:
     """Architecture, sizes and servability of a target, without loading its weights (a hub id is downloaded, though).
 
@@ -144,12 +152,12 @@ def _read_tokenizer(directory: Path, gguf: str | None = None) -> Any:
         return None
 
 
-def _read_model(directory: Path, name: str, dtype: torch.dtype | str) -> Any:
+def _read_model(directory: Path, name: str, dtype: torch.dtype | str, attention: str | None = ATTENTION_NAME) -> Any:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            str(directory), dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+            str(directory), dtype=dtype, attn_implementation=attention, output_loading_info=True
         )
     except _READ_ERRORS as error:
         raise ModelError(f"target '{name}' cannot be loaded: {_build_failure(name, error)}") from error

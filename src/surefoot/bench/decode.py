@@ -1,0 +1,206 @@
+"""One request at a time: transformers' own `generate`, and this engine without drafts, with them, and on int8 weights.
+
+All arms answer the same prompts in turn, beginning with another one each time. Of every answer the decode speed counts: tokens
+behind the first, by the time from the first to the last. A plain read of memory takes its turns among them: every weight
+has to be read for every token of an arm without drafts, so that rate by the bytes of the weights is the most it can do.
+
+Greedy tokens of two implementations may part where two candidates (nearly) tie, because they sum in different orders; each
+such place is reported with its distance. Arms of this engine must not part at all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from surefoot.kernels import native
+from surefoot.kernels.linear import PackedLinear
+from surefoot.llm import LLM
+from surefoot.sampling import SamplingParams
+
+TRANSFORMERS, TARGET_ONLY, SPECULATIVE, INT8 = "transformers", "target-only", "speculative", "int8"
+STREAM_BYTES = 256 * 2**20
+"""Read at once to measure the stream rate: far beyond any cache."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where greedy texts of transformers and of this engine part."""
+
+    prompt: int
+    token: int  # index in the answer
+    gap: float  # of their logits, by transformers' pass over the common text
+    ulps: float  # the same in steps of bfloat16 (float32 models: of float32) at that size
+
+
+@dataclass
+class Row:
+    """One arm over all prompts."""
+
+    arm: str
+    speeds: list[float] = field(default_factory=list)  # decode tokens/s of every answer
+    texts: list[list[int]] = field(default_factory=list)
+    weight_bytes: int | None = None  # read for every pass
+
+    @property
+    def tokens_per_s(self) -> float:
+        return median(self.speeds)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """All arms, what the memory allows, and where texts part."""
+
+    rows: list[Row]
+    stream_gb_s: float | None  # None without native kernels
+    differences: list[Difference]
+
+    def row(self, arm: str) -> Row:
+        return next(row for row in self.rows if row.arm == arm)
+
+    def ratio(self, arm: str, to: str) -> float:
+        """Median over the prompts of the two arms' speeds on the same prompt."""
+        return median(a / b for a, b in zip(self.row(arm).speeds, self.row(to).speeds, strict=True))
+
+    def floor_share(self, arm: str) -> float | None:
+        """Part of the memory's speed that an arm without drafts reaches."""
+        row = self.row(arm)
+        if self.stream_gb_s is None or not row.weight_bytes or arm == SPECULATIVE:
+            return None
+        return row.tokens_per_s * row.weight_bytes / (self.stream_gb_s * 1e9)
+
+    @property
+    def identical(self) -> bool:
+        """Whether speculation changed no token."""
+        return self.row(TARGET_ONLY).texts == self.row(SPECULATIVE).texts
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rows": [
+                {
+                    "arm": row.arm,
+                    "tokens_per_s": row.tokens_per_s,
+                    "of_transformers": self.ratio(row.arm, TRANSFORMERS),
+                    "of_target_only": self.ratio(row.arm, TARGET_ONLY),
+                    "of_memory_floor": self.floor_share(row.arm),
+                    "weight_bytes": row.weight_bytes,
+                    "tokens": sum(map(len, row.texts)),
+                    "speeds": row.speeds,
+                }
+                for row in self.rows
+            ],
+            "stream_gb_s": self.stream_gb_s,
+            "answers": len(self.rows[0].texts),
+            "equal_to_transformers": len(self.rows[0].texts) - len(self.differences),
+            "differences": [asdict(difference) for difference in self.differences],
+            "speculation_identical": self.identical,
+        }
+
+
+def measure_decode(
+    plain: Any,
+    engine: LLM,
+    quantized: LLM | None,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    progress: Callable[[float], None],
+) -> Decode:
+    """Answer every prompt in every arm.
+
+    Args:
+        plain: the model as transformers makes it, with the weights of `engine`.
+        quantized: an engine on int8 weights, if that is wanted.
+        prompts: token ids.
+    """
+    rows = [Row(TRANSFORMERS), Row(TARGET_ONLY, weight_bytes=_read_bytes(engine)), Row(SPECULATIVE)]
+    if quantized is not None:
+        rows.append(Row(INT8, weight_bytes=_read_bytes(quantized)))
+    eos = sorted(engine.target.eos_token_ids)
+
+    def answer(arm: str, prompt: list[int], length: int) -> tuple[list[int], float]:
+        if arm == TRANSFORMERS:
+            return _generate(plain, prompt, length, eos)
+        llm = quantized if arm == INT8 else engine
+        assert llm is not None
+        params = SamplingParams(temperature=0.0, max_tokens=length, speculative=arm == SPECULATIVE)
+        output = llm.generate([prompt], params, progress=False)[0]
+        return output.token_ids, output.timing.tokens_per_s
+
+    data = torch.ones(STREAM_BYTES, dtype=torch.int8) if native.available() else None
+    streams: list[float] = []
+    for row in rows:  # compiles kernels, touches every weight; not measured
+        answer(row.arm, prompts[0], 4)
+    for index, prompt in enumerate(prompts):
+        for turn in range(len(rows)):
+            row = rows[(index + turn) % len(rows)]
+            tokens, speed = answer(row.arm, prompt, max_tokens)
+            row.texts.append(tokens)
+            row.speeds.append(speed)
+            if data is not None:
+                streams.append(_stream_gb_s(data))
+            progress((index + (turn + 1) / len(rows)) / len(prompts))
+    ours, theirs = rows[1].texts, rows[0].texts
+    differences = [
+        found
+        for index, prompt in enumerate(prompts)
+        if (found := difference(plain, index, prompt, theirs[index], ours[index])) is not None
+    ]
+    return Decode(rows, median(streams) if streams else None, differences)
+
+
+@torch.inference_mode()
+def _generate(model: Any, prompt: list[int], length: int, eos: list[int]) -> tuple[list[int], float]:
+    """Greedy tokens by transformers, and tokens behind the first per second."""
+    times: list[float] = []
+
+    def watch(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    settings = GenerationConfig(
+        max_new_tokens=length, do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0
+    )
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=settings, stopping_criteria=[watch]
+    )
+    tokens = output[0, len(prompt) :].tolist()
+    elapsed = times[-1] - times[0]
+    return tokens, (len(tokens) - 1) / elapsed if elapsed > 0 else math.nan
+
+
+@torch.inference_mode()
+def difference(
+    model: Any, index: int, prompt: list[int], theirs: Sequence[int], ours: Sequence[int]
+) -> Difference | None:
+    """The first token that is not the same, and how far apart the two candidates stand; None where texts agree."""
+    at = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
+    if at is None:
+        if len(theirs) == len(ours):
+            return None
+        at = min(len(theirs), len(ours))  # one goes on: no two candidates to compare
+        return Difference(index, at, math.inf, math.inf)
+    logits = model(torch.tensor([[*prompt, *theirs[:at]]])).logits[0, -1]
+    one, other = logits[theirs[at]].float(), logits[ours[at]].float()
+    step = torch.finfo(logits.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(one.item()), 1e-30)))
+    gap = abs(one.item() - other.item())
+    return Difference(index, at, gap, gap / step)
+
+
+def _read_bytes(llm: LLM) -> int | None:
+    """Bytes of all packed weights of the target: what one pass has to read."""
+    return sum(part.num_bytes for part in llm.target.model.modules() if isinstance(part, PackedLinear)) or None
+
+
+def _stream_gb_s(data: Tensor) -> float:
+    start = time.perf_counter()
+    torch.ops.surefoot.stream(data)
+    return data.nbytes / (time.perf_counter() - start) / 1e9

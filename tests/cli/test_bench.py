@@ -11,7 +11,8 @@ import pytest
 
 from surefoot.bench import planner
 from surefoot.bench.decode import Decode
-from surefoot.bench.throughput import Row
+from surefoot.bench.throughput import Row, jobs_of
+from surefoot.sampling import SamplingParams
 
 ARMS = ("none", "fixed:2", "adaptive")
 
@@ -39,10 +40,11 @@ def test_throughput_has_every_column(run: Callable[..., Any], checkpoints: Path,
         assert row["host_ms_per_step"] > 0
         assert row["target_ms"] > 0
         assert len(row["repeats"]) == 2
-        # Three requests for each that runs at once, of 12 tokens on average, twice.
-        requests = 3 * row["concurrency"]
+        # Three requests for each that runs at once, twice.
+        jobs = jobs_of([[1]], SamplingParams(max_tokens=12), 3 * row["concurrency"])
+        tokens = 2 * sum(job.params.max_tokens or 0 for job in jobs)
         steps = sum(row["width_histogram"].values())
-        assert steps * (1 + row["accepted_length"]) == pytest.approx(2 * requests * 12, rel=0.15)
+        assert steps * (1 + row["accepted_length"]) == pytest.approx(tokens, rel=0.1)
         widest = max(map(int, row["width_histogram"]))
         assert widest <= {"none": 0, "fixed:2": 2, "adaptive": 3}[row["arm"]]
     assert {line["concurrency"] for line in found["summary"]} == {1, 3}

@@ -139,12 +139,12 @@ def _describe_calibration(directory: Path, gamma: int) -> tuple[str, list[str]]:
 
     path = directory / CALIBRATION_FILE
     if not path.is_file():
-        return "none beside it; 'surefoot calibrate' fits one", []
+        return "none beside it; make one with 'surefoot calibrate'", []
     try:
         fitted = Calibration.load(path, gamma)
     except CalibrationError as problem:
         return f"cannot be used: {problem}", [str(problem)]
-    return f"fitted on {fitted.provenance.dataset or 'texts that it does not name'}", []
+    return f"made from {fitted.provenance.dataset or 'texts that it does not name'}", []
 
 
 def _show(report: Mapping[str, Mapping[str, Any]]) -> None:

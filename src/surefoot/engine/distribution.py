@@ -57,6 +57,8 @@ class SamplingFlags(NamedTuple):
     def union(cls, flags: Iterable[SamplingFlags], reads_are_free: bool = True) -> SamplingFlags:
         """What all of these requests need between them."""
         distinct = set(flags) or {cls()}
+        if len(distinct) == 1:  # as a rule
+            return distinct.pop()._replace(reads_are_free=reads_are_free)
         greedy, penalties, bias, top_k, top_p, min_p, logprobs, _ = zip(*distinct, strict=True)
         return cls(
             greedy=all(greedy),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -142,8 +142,8 @@ def _joined(parts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor | Non
 def width_limit(request: Request) -> int:
     """Most drafts worth verifying: the request's own limit, and never beyond its last token."""
     assert request.params.max_tokens is not None  # the engine has filled it in
-    left = request.params.max_tokens - request.num_output - min(request.in_flight, 1)
-    return max(0, min(request.gamma, left - 1))
+    left = request.params.max_tokens - request.num_output - (request.in_flight > 0)
+    return min(request.gamma, left - 1) if left > 0 else 0
 
 
 class WidthPolicy:
@@ -226,10 +226,11 @@ class WidthPolicy:
         drafted: list[Scheduled] = []
         undrafted: list[Scheduled] = []
         limits: list[int] = []
-        paused = 0
+        paused, widest = 0, self.max_width
         for part in emitting:
-            limit = min(width_limit(part.request), self.max_width) if part.may_draft else 0
-            if limit and part.request.breaker is not None and not part.request.breaker.allows:
+            request = part.request
+            limit = min(width_limit(request), widest) if part.may_draft else 0
+            if limit and request.breaker is not None and not request.breaker.allows:
                 paused += 1
                 limit = 0
             if limit:
@@ -246,7 +247,7 @@ class WidthPolicy:
             model_rows=None if self._model_share == 1.0 else round(self._model_share * len(limits)),
         )
         if drafted and (depth := self._depth_of(load)) is not None:
-            load = replace(load, depth=depth)
+            load = load._replace(depth=depth)
         plan = Plan(drafted, undrafted, limits, load, self.stale.settled(load), depth=load.depth, paused=paused)
         if self._publishes and drafted:
             plan.seats = [self._seat(part.request) for part in drafted]
@@ -257,7 +258,7 @@ class WidthPolicy:
         if self._publishes:
             decision = self.stale.decide(self.board.read(self._step, plan.seats), load)
             if not plan.explored and self._draft_loses(decision, load):
-                load = replace(load, limits=[])
+                load = load._replace(limits=[])
                 return Plan(
                     [], [*drafted, *undrafted], [], load, self.stale.settled(load), suspended=True, paused=paused
                 )
@@ -286,8 +287,7 @@ class WidthPolicy:
         self, planner: CausalPlanner | StoppingPlanner, plan: Plan, survival: Tensor, limits: Tensor
     ) -> Decision:
         """Asked by the step between draft and verification, where the host may read: K from this step's survivals."""
-        load = replace(plan.load, limits=limits.numpy())
-        plan.decision = planner.decide(survival.numpy(), load)
+        plan.decision = planner.decide(survival.numpy(), plan.load._replace(limits=limits.numpy()))
         return plan.decision
 
     def _draft_loses(self, decision: Decision, load: StepLoad) -> bool:
@@ -309,7 +309,7 @@ class WidthPolicy:
         table, load = self.stale.table, plan.load
         assert table is not None
         assert plan.predicted_ms is not None
-        spared = sum(accepted) / load.requests * self._plain_ms(table, replace(load, prefill_tokens=0))
+        spared = sum(accepted) / load.requests * self._plain_ms(table, load._replace(prefill_tokens=0))
         return spared + self._plain_ms(table, load) - plan.predicted_ms
 
     def _plain_ms(self, table: CostTable, load: StepLoad) -> float:

@@ -134,7 +134,7 @@ class Scheduler:
         for group, first, blocks in grown:
             result.updates.tables.append(TableUpdate(group, request.slot, first, blocks))
         emits = decoding or request.num_cached + wanted == len(request.token_ids)
-        result.scheduled.append(Scheduled(request, wanted - int(emits), emits, may_draft=decoding))
+        result.scheduled.append(Scheduled(request, wanted - emits, emits, decoding))
 
     def _preempt(self, request: Request, result: Schedule) -> None:
         """Free everything; the request will read its own tokens again, prompt and output alike."""

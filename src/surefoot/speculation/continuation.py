@@ -37,7 +37,8 @@ class ContinuationModel:
         self._count = np.zeros((gamma, BINS, gamma))
         self._sum = np.zeros((gamma, BINS, gamma))  # of S_j / S_k
         self.ratio = self._prior.copy()
-        self._waiting: list[tuple[Floats, npt.NDArray[np.int64]]] = []
+        self._waiting: list[tuple[npt.NDArray[np.floating], npt.NDArray[np.int64]]] = []
+        self._count_waiting = 0
 
     def observe(
         self, survival: npt.NDArray[np.floating], lengths: npt.NDArray[np.int64] | Sequence[int] | None = None
@@ -52,11 +53,13 @@ class ContinuationModel:
         """
         every = slice(None, None, max(1, 2 * len(survival) // self.batch))
         drafted = np.full(len(survival), self.gamma) if lengths is None else np.asarray(lengths)
-        self._waiting.append((np.array(survival[every], dtype=np.float64), drafted[every]))
-        if sum(len(rows) for rows, _ in self._waiting) >= self.batch:
+        self._waiting.append((survival[every].copy(), drafted[every]))
+        self._count_waiting += len(drafted[every])
+        if self._count_waiting >= self.batch:
             rows, drafted = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
-            self._learn(rows, drafted)
+            self._learn(rows.astype(np.float64), drafted)
             self._waiting.clear()
+            self._count_waiting = 0
 
     def _learn(self, survival: Floats, lengths: npt.NDArray[np.int64]) -> None:
         keep = 0.5 ** (len(survival) / self.memory)

@@ -82,8 +82,7 @@ class Decision:
         return self.expected_tokens / self.predicted_ms
 
 
-@dataclass(frozen=True)
-class StepLoad:
+class StepLoad(NamedTuple):
     """What the host knows about a step before its blocks are drafted."""
 
     requests: int  # R, requests that emit: each brings an anchor row

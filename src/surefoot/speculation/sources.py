@@ -176,13 +176,14 @@ class CombinedConfidence:
 
     def confidence(self, logits: Tensor | None, signal: Tensor | None, explored: int = 0) -> Tensor:
         assert signal is not None
-        from_lookup, found = self._from_lookup(signal[:, 0].to(torch.int64)), signal[:, 0] > 0
+        match = signal[:, 0]
+        from_lookup = self._from_lookup(match.to(torch.int64))
         if logits is None:
-            return certain(from_lookup, found, explored)
+            return certain(from_lookup, match > 0, explored) if explored else from_lookup
         own = logits[:, : self.trained.gamma]
         looked_up = own[:, 0].isnan()
         from_model = self._widened(self.trained.confidence(own, own))
-        return torch.where(looked_up.unsqueeze(1), certain(from_lookup, found & looked_up, explored), from_model)
+        return torch.where(looked_up.unsqueeze(1), certain(from_lookup, (match > 0) & looked_up, explored), from_model)
 
     def _from_lookup(self, match: Tensor) -> Tensor:
         """[R] -> [R, gamma]; worked out for every match length once the estimate has changed."""

@@ -287,7 +287,7 @@ class WidthPolicy:
         self, planner: CausalPlanner | StoppingPlanner, plan: Plan, survival: Tensor, limits: Tensor
     ) -> Decision:
         """Asked by the step between draft and verification, where the host may read: K from this step's survivals."""
-        plan.decision = planner.decide(survival.numpy(), plan.load._replace(limits=limits.numpy()))
+        plan.decision = planner.decide(survival.numpy(), plan.load, limits.numpy())
         return plan.decision
 
     def _draft_loses(self, decision: Decision, load: StepLoad) -> bool:

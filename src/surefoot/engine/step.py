@@ -202,7 +202,7 @@ class DecodeStep:
     def _confidence(self, draft: Draft, explored: int) -> Tensor | None:
         if self.confidence is None or not draft.tokens.shape[0]:
             return None
-        if self.reads_are_free and draft.lengths is not None and not draft.lengths.any():
+        if self.reads_are_free and draft.lengths is not None and not draft.lengths.numpy().any():
             return None  # nothing was proposed
         return self.confidence.confidence(draft.confidence_logits, draft.signal, explored)
 

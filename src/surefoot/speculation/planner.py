@@ -36,6 +36,8 @@ from surefoot.speculation.survival import PublishedSurvival
 Floats = npt.NDArray[np.float64]
 GRID = float(1 << 24)
 FEW = 8  # requests
+CONTEXT_STEP = 16  # tokens; costs are looked up this coarsely
+KEPT_COSTS = 64
 
 
 class Reason(str, Enum):
@@ -152,6 +154,8 @@ class Planner:
     trim_beside_prefill: bool = False
 
     def __post_init__(self) -> None:
+        self._costs_of: CostTable | None = None
+        self._kept: dict[tuple[object, ...], Floats] = {}  # step costs of `_costs_of`
         widest = self.gamma if self.max_width is None else self.max_width
         if not 0 <= self.min_width <= widest <= self.gamma:
             raise ConfigurationError(
@@ -213,10 +217,15 @@ class Planner:
         return Decision(budget, reason, full, tokens, ms, gain, lag, widths)
 
     def _costs(self, load: StepLoad, count: int) -> Floats:
-        """Step cost in ms at K = 0 ... count - 1."""
+        """Step cost in ms at K = 0 ... count - 1; kept, for the next step is much like this one. Not to be written to."""
         assert self.table is not None
-        first = load.requests + load.prefill_tokens
-        return self.table.step_costs(load.requests, first, count, load.context, load.drafted, load.depth)
+        first, context = load.requests + load.prefill_tokens, round(load.context / CONTEXT_STEP) * CONTEXT_STEP
+        key = (load.requests, first, count, context, load.drafted, load.depth)
+        if self._costs_of is not self.table or len(self._kept) > KEPT_COSTS:
+            self._costs_of, self._kept = self.table, {}
+        if key not in self._kept:
+            self._kept[key] = self.table.step_costs(*key)
+        return self._kept[key]
 
 
 def _ranked(
@@ -364,9 +373,14 @@ class CausalPlanner(Planner):
         super().__post_init__()
         self._hull: tuple[Floats, Floats] = (np.zeros(0), np.zeros(0))  # costs of the last step, and their hull
 
-    def decide(self, current: Tensor | npt.NDArray[np.floating], load: StepLoad) -> Decision:
-        """Choose the budget from the survivals of this step's blocks ([D, gamma], on the host)."""
-        limits = self.limits_of(load)
+    def decide(
+        self, current: Tensor | npt.NDArray[np.floating], load: StepLoad, limits: npt.NDArray[np.int64] | None = None
+    ) -> Decision:
+        """Choose the budget from the survivals of this step's blocks ([D, gamma], on the host).
+
+        `limits` [D], within `max_width`, take the place of the load's.
+        """
+        limits = self.limits_of(load) if limits is None else limits
         full = int(limits.sum())
         settled = self.settled(load, full)
         if settled is not None:
@@ -517,9 +531,14 @@ class StoppingPlanner(Planner):
         if rescaled:  # old prices are in old milliseconds
             self.prices = PriceOfTime()
 
-    def decide(self, current: Tensor | npt.NDArray[np.floating], load: StepLoad) -> Decision:
-        """Choose the budget from the survivals of this step's blocks ([D, gamma], on the host), then learn from them."""
-        limits = self.limits_of(load)
+    def decide(
+        self, current: Tensor | npt.NDArray[np.floating], load: StepLoad, limits: npt.NDArray[np.int64] | None = None
+    ) -> Decision:
+        """Choose the budget from the survivals of this step's blocks ([D, gamma], on the host), then learn from them.
+
+        `limits` [D], within `max_width`, take the place of the load's.
+        """
+        limits = self.limits_of(load) if limits is None else limits
         survival = np.asarray(current)
         full = int(limits.sum())
         decision = self.settled(load, full) or self._search(survival, load, limits, full)

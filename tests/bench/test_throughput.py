@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
 
 from surefoot.bench.prompts import BUILT_IN
-from surefoot.bench.throughput import TURNS, Job, Row, Throughput, build_arms, jobs_of, measure_throughput, run_arm
+from surefoot.bench.throughput import (
+    TURN_STEPS,
+    TURNS,
+    Job,
+    Row,
+    Throughput,
+    build_arms,
+    jobs_of,
+    measure_throughput,
+    run_arm,
+)
 from surefoot.engine.device import InlineDevice
 from surefoot.sampling import SamplingParams
 from tests.engine.engines import tiny_drafter
@@ -67,8 +78,10 @@ def test_arms_take_turns_and_share_the_target() -> None:
         arms, PROMPTS[:1], PARAMS, concurrency=[1, 2], repeats=2, requests=2, progress=shares.append
     )
     names = [arm.name for arm in arms]
-    assert [name for name, _ in steps[:3]] == names  # step by step
-    assert "".join(name[0] for name, _ in steps).count("nn") < 4  # and never one arm alone while others have work
+    turns = [(name, len(list(group))) for name, group in groupby(name for name, _ in steps)]
+    assert [name for name, _ in turns[:3]] == names
+    assert max(count for _, count in turns) == TURN_STEPS  # then the others have theirs
+    assert len(turns) > 5 * len(names)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert all(row.identical for row in found.rows)

@@ -1,7 +1,7 @@
 """Aggregate tokens per second of several arms over the same prompts, at several concurrencies.
 
 All arms share one loaded target; each has an engine of its own, so that an arm without a drafter pays nothing for one. Where
-a step is over when it returns (a CPU), the arms take turns step by step and every arm's clock runs during its own steps only:
+a step is over when it returns (a CPU), the arms take turns every few steps and every arm's clock runs during its own steps only:
 a machine that is slow for a second is slow for all of them. Elsewhere they take turns run by run. Every repeat begins with
 another arm.
 """
@@ -31,6 +31,9 @@ drafter's context. All else is the host's."""
 
 TURNS = 3
 """Requests of a run by those that run at once. With fewer, most of a run would be its end, when nobody refills the batch."""
+TURN_STEPS = 8
+"""Steps of one arm before the next has its turn: short against what happens to a machine, long enough that the host's code is as
+warm as when an engine runs alone (the step after another arm's takes the host a third longer)."""
 GOLDEN = 0.618034  # multiples of it modulo 1 lie evenly spread
 
 
@@ -169,8 +172,8 @@ def _run_together(
 ) -> list[Run]:
     """One run of every engine, in the order given.
 
-    Step by step, the next step is that of the run with the fewest tokens so far: all are under way until the end, whatever
-    their speeds.
+    Turn by turn, the next is that of the run with the fewest tokens so far: all are under way until the end, whatever their
+    speeds.
     """
     runs = [Run() for _ in engines]
     courses = {
@@ -181,8 +184,10 @@ def _run_together(
     expected = len(engines) * sum(job.params.max_tokens or 1 for job in jobs)
     while courses:
         turn = min(courses, key=lambda index: runs[index].tokens) if together else next(iter(courses))
-        if next(courses[turn], True):  # a step yields None: it has ended
-            del courses[turn]
+        for _ in range(TURN_STEPS):
+            if next(courses[turn], True):  # a step yields None: it has ended
+                del courses[turn]
+                break
         progress(min(1.0, sum(run.tokens for run in runs) / expected))
     return runs
 

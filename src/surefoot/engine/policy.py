@@ -52,7 +52,7 @@ SUSPEND_MARGIN = 0.02
 lookup) always looks, since its published confidence says little about the next step's match."""
 SETTLE_EVERY = 32
 """Steps whose statistics are counted together."""
-LEARN_EVERY = 4
+LEARN_EVERY = 8
 """Steps that the confidence source is told about together, where the host's time counts."""
 
 

@@ -480,7 +480,7 @@ class DriftTracker:
         tolerance: relative difference that is left alone.
     """
 
-    LEAST, MOST = 0.03, 1.5
+    LEAST, MOST, LOOK_EVERY = 0.03, 1.5, 8
 
     def __init__(self, table: CostTable, window: int = 64, tolerance: float = 0.1) -> None:
         self.profiled, self.table = table, table
@@ -507,7 +507,7 @@ class DriftTracker:
         self._ratios.append(measured_ms / predicted_ms)
         self._buckets.append(None if tokens is None else self.profiled.bucket_of(tokens))
         self._steps += 1
-        if len(self._ratios) < self.window:
+        if len(self._ratios) < self.window or self._steps % self.LOOK_EVERY:
             return None
         ratios = list(self._ratios)
         early, late = statistics.median(ratios[: self.window // 2]), statistics.median(ratios[self.window // 2 :])

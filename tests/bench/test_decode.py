@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from surefoot import LLM
+from surefoot import LLM, SamplingParams
 from surefoot.bench import decode
 from surefoot.bench.decode import INT8, SPECULATIVE, TARGET_ONLY, TRANSFORMERS, Decode, Difference, Row, measure_decode
+from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
 from surefoot.targets.loading import load_untouched
 from tests.tiny_models import tiny_target
@@ -39,6 +40,7 @@ def test_every_arm_answers_every_prompt_with_the_tokens_of_transformers(checkpoi
     assert all(len(row.speeds) == len(row.texts) == len(PROMPTS) for row in found.rows)
     assert found.differences == []  # float32: nothing ties
     assert found.identical
+    assert found.drafted > 0
     assert [len(text) for text in found.row(TRANSFORMERS).texts] == [12, 12, 12]
     assert shares[-1] == 1.0
     figures = found.to_dict()
@@ -75,8 +77,22 @@ def test_ratios_are_those_of_the_same_prompts() -> None:
         Row(TARGET_ONLY, [3.0, 20.0, 200.0], [[1], [2], [3]], weight_bytes=10**9),
         Row(SPECULATIVE, [6.0, 60.0, 200.0], [[1], [2], [4]]),
     ]
-    found = Decode(rows, 40.0, [])
+    found = Decode(rows, 40.0, [], drafted=9)
     assert found.ratio(TARGET_ONLY, TRANSFORMERS) == 2.0
     assert found.ratio(SPECULATIVE, TARGET_ONLY) == 2.0
     assert found.floor_share(TARGET_ONLY) == pytest.approx(20 / 40)
     assert not found.identical
+
+
+def test_answers_of_one_token_have_no_speed(checkpoint: Path) -> None:
+    plain = load_untouched(str(checkpoint))
+    llm = LLM(str(checkpoint), drafter="prompt-lookup", max_num_seqs=1, cost_table="none")
+    with pytest.raises(ConfigurationError, match="max_tokens is 1; allowed: 2 or more"):
+        measure_decode(plain, llm, None, PROMPTS, 1, lambda share: None)
+    first = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=1), progress=False)[0].token_ids[0]
+    llm.target.eos_token_ids = (first,)  # the first prompt's answer ends at once
+    found = measure_decode(plain, llm, None, PROMPTS, 6, lambda share: None)
+    assert found.row(TARGET_ONLY).texts[0] == found.row(TRANSFORMERS).texts[0] == [first]
+    assert len(found.row(TARGET_ONLY).speeds) == len(found.row(TRANSFORMERS).speeds) < len(PROMPTS)
+    with pytest.raises(ConfigurationError, match="ended at its first token"):
+        measure_decode(plain, llm, None, PROMPTS[:1], 6, lambda share: None)

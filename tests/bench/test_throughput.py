@@ -21,8 +21,12 @@ from surefoot.bench.throughput import (
     measure_throughput,
     run_arm,
 )
+from surefoot.drafters.combined import CombinedDrafter
+from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.engine.device import InlineDevice
 from surefoot.sampling import SamplingParams
+from surefoot.speculation.cost import CostTable
+from surefoot.speculation.sources import SourceChoice
 from tests.engine.engines import tiny_drafter
 from tests.tiny_models import tiny_target
 
@@ -144,6 +148,21 @@ def test_the_batch_is_kept_full_for_several_turns() -> None:
     arms[0].engine.add_request = lambda *given: (seen.append("job"), add(*given))[1]  # type: ignore[method-assign]
     measure_throughput(arms, PROMPTS, PARAMS, concurrency=[4], repeats=1)
     assert len(seen) == 2 * TURNS * 4  # once to warm up
+
+
+def test_what_an_arm_learns_about_its_sources_stays_with_it() -> None:
+    target = tiny_target()
+    trained = tiny_drafter(target, "dspark", 3)
+    shared = CombinedDrafter(PromptLookupDrafter(3), trained, SourceChoice(3, 3, 16))
+    names = ["none", "fixed:2", "adaptive"]
+    table = CostTable((1, 8), ((1.0, 2.0),))
+    arms = build_arms(names, target, shared, max_num_seqs=2, max_model_len=64)
+    drafters = [arm.engine.drafter for arm in arms[1:]]
+    assert all(isinstance(drafter, CombinedDrafter) and drafter.trained is trained for drafter in drafters)
+    choices = [drafter.choice for drafter in drafters if isinstance(drafter, CombinedDrafter)]
+    assert len({id(choice) for choice in (*choices, shared.choice)}) == 3
+    arms[2].engine.policy.use_table(table)  # as drift does
+    assert [choice.table for choice in choices] == [None, table]
 
 
 def row(arm: str, speed: float) -> Row:

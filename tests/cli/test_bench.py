@@ -55,14 +55,14 @@ def test_decode_compares_with_transformers(run: Callable[..., Any], checkpoints:
     prompts, saved = tmp_path / "prompts.txt", tmp_path / "decode.json"
     prompts.write_text("a stop is a stop is a\nnot this one\n")
     asked = ("bench", "decode", "-m", str(checkpoints / "target"), "-d", "prompt-lookup", "--prompts", str(prompts))
-    result = run(*asked, "--count", "1", "-n", "8", "--output", str(saved))
+    result = run(*asked, "--count", "1", "-n", "40", "--output", str(saved))
     assert result.exit_code == 0, result.stderr
     for arm in ("transformers", "target-only", "speculative", "int8"):
         assert arm in result.stdout
     assert "equal transformers' on 1 of 1 prompts" in result.stdout
     assert "the same on all" in result.stdout
     assert json.loads(saved.read_text())["speculation_identical"] is True
-    found = json.loads(run(*asked, "-n", "8", "--no-int8", "--json").stdout)
+    found = json.loads(run(*asked, "-n", "40", "--no-int8", "--json").stdout)
     assert [row["arm"] for row in found["rows"]] == ["transformers", "target-only", "speculative"]
     assert found["answers"] == 2
 
@@ -74,6 +74,18 @@ def test_a_decode_in_which_speculation_changes_a_token_fails(
     result = run("bench", "decode", "-m", str(checkpoints / "target"), "-d", "prompt-lookup", "--no-int8", "-n", "4")
     assert result.exit_code == 1
     assert "TEXTS DIFFER" in result.stderr
+
+
+def test_a_decode_in_which_nothing_is_drafted_fails(run: Callable[..., Any], checkpoints: Path, tmp_path: Path) -> None:
+    refused = run("bench", "decode", "-m", str(checkpoints / "target"), "-d", "none")
+    assert refused.exit_code == 2
+    assert "--drafter auto, prompt-lookup or a path" in refused.stderr
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\n")  # nothing to look up in two tokens
+    asked = ("bench", "decode", "-m", str(checkpoints / "base"), "-d", "prompt-lookup", "--prompts", str(prompts))
+    result = run(*asked, "--no-int8", "-n", "2")
+    assert result.exit_code == 1
+    assert "NOTHING WAS DRAFTED" in result.stderr
 
 
 def test_throughput_as_a_table(run: Callable[..., Any], checkpoints: Path) -> None:

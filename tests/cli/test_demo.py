@@ -62,7 +62,7 @@ def test_an_interrupted_demo_shows_what_was_done(
     assert result.exit_code == 130
     assert "texts identical on 2 of 2 prompts" in result.stdout
     assert "2.50×" in result.stdout
-    assert f"interrupted: 2 of {len(DEMO_PROMPTS)} prompts were done" in result.stderr
+    assert f"interrupted: 2 of {len(DEMO_PROMPTS)} comparisons were done" in result.stderr
     assert script.closed == 1
 
 

@@ -288,9 +288,19 @@ def test_noise_alone_corrects_little() -> None:
 
 def test_a_correction_has_a_limit() -> None:
     tracker = DriftTracker(table(), window=16)
-    for step in range(4000):
-        tracker.observe(10.0, 10.0 if step % 3 else 100.0, (4, 1, 1)[step % 3])
+    changes = [tracker.observe(10.0, 10.0 if step % 3 else 100.0, (4, 1, 1)[step % 3]) for step in range(4000)]
+    assert 0 < sum(change is not None for change in changes) < 4  # then there is nothing left to change
     assert tracker.table.verify_ms[0] == pytest.approx((1.0, 2.0 * DriftTracker.MOST, 4.0))
+
+
+def test_a_bucket_below_a_smaller_pass_is_not_wound_up() -> None:
+    """V(4) was measured below V(1), which holds it up: no factor changes the prediction, so none is gathered."""
+    tracker = DriftTracker(CostTable((1, 4, 8), ((2.0, 1.5, 4.0),), captured_tokens=0), window=16)
+    for step in range(2000):
+        rows = (1, 4, 8)[step % 3]
+        true = {1: 2.0, 4: 1.8, 8: 4.0}[rows]
+        assert tracker.observe(tracker.table.verify_ms_at(rows), true, rows) is None
+    assert tracker.table.verify_costs(1, 8).tolist() == tracker.profiled.verify_costs(1, 8).tolist()
 
 
 def test_the_bucket_that_says_most() -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear
 from surefoot.llm import LLM
@@ -62,6 +63,7 @@ class Decode:
     rows: list[Row]
     stream_gb_s: float | None  # None without native kernels
     differences: list[Difference]
+    drafted: int  # tokens, in all answers of the speculative arm
 
     def row(self, arm: str) -> Row:
         return next(row for row in self.rows if row.arm == arm)
@@ -102,6 +104,7 @@ class Decode:
             "equal_to_transformers": len(self.rows[0].texts) - len(self.differences),
             "differences": [asdict(difference) for difference in self.differences],
             "speculation_identical": self.identical,
+            "drafted": self.drafted,
         }
 
 
@@ -119,19 +122,30 @@ def measure_decode(
         plain: the model as transformers makes it, with the weights of `engine`.
         quantized: an engine on int8 weights, if that is wanted.
         prompts: token ids.
+        max_tokens: of every answer, 2 at least. The speed of answers that end at their first token is left out.
+
+    Raises:
+        ConfigurationError: `max_tokens` is too small, or every answer ended at its first token.
     """
+    if max_tokens < 2:
+        raise ConfigurationError(
+            f"max_tokens is {max_tokens}; allowed: 2 or more, for the speed behind the first token"
+        )
+    plain.generation_config = GenerationConfig()  # else `generate` fills gaps with the model's own, penalties and all
     rows = [Row(TRANSFORMERS), Row(TARGET_ONLY, weight_bytes=_read_bytes(engine)), Row(SPECULATIVE)]
     if quantized is not None:
         rows.append(Row(INT8, weight_bytes=_read_bytes(quantized)))
-    eos = sorted(engine.target.eos_token_ids)
+    eos, drafted = sorted(engine.target.eos_token_ids), 0
 
     def answer(arm: str, prompt: list[int], length: int) -> tuple[list[int], float]:
+        nonlocal drafted
         if arm == TRANSFORMERS:
             return _generate(plain, prompt, length, eos)
         llm = quantized if arm == INT8 else engine
         assert llm is not None
         params = SamplingParams(temperature=0.0, max_tokens=length, speculative=arm == SPECULATIVE)
         output = llm.generate([prompt], params, progress=False)[0]
+        drafted += output.statistics.drafted
         return output.token_ids, output.timing.tokens_per_s
 
     data = torch.ones(STREAM_BYTES, dtype=torch.int8) if native.available() else None
@@ -139,21 +153,28 @@ def measure_decode(
     for row in rows:  # compiles kernels, touches every weight; not measured
         answer(row.arm, prompts[0], 4)
     for index, prompt in enumerate(prompts):
+        speeds: dict[str, float] = {}
         for turn in range(len(rows)):
             row = rows[(index + turn) % len(rows)]
             tokens, speed = answer(row.arm, prompt, max_tokens)
             row.texts.append(tokens)
-            row.speeds.append(speed)
+            if len(tokens) > 1:
+                speeds[row.arm] = speed
             if data is not None:
                 streams.append(_stream_gb_s(data))
             progress((index + (turn + 1) / len(rows)) / len(prompts))
+        if len(speeds) == len(rows):
+            for row in rows:
+                row.speeds.append(speeds[row.arm])
+    if not rows[0].speeds:
+        raise ConfigurationError("every answer ended at its first token: give other prompts, or a model tuned for them")
     ours, theirs = rows[1].texts, rows[0].texts
     differences = [
         found
         for index, prompt in enumerate(prompts)
         if (found := difference(plain, index, prompt, theirs[index], ours[index])) is not None
     ]
-    return Decode(rows, median(streams) if streams else None, differences)
+    return Decode(rows, median(streams) if streams else None, differences, drafted)
 
 
 @torch.inference_mode()
@@ -166,7 +187,11 @@ def _generate(model: Any, prompt: list[int], length: int, eos: list[int]) -> tup
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     settings = GenerationConfig(
-        max_new_tokens=length, do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0
+        max_new_tokens=length,
+        do_sample=False,
+        repetition_penalty=1.0,
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
     )
     ids = torch.tensor([prompt])
     output = model.generate(

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from surefoot.drafters.base import Drafter
+from surefoot.drafters.combined import CombinedDrafter
 from surefoot.engine.assembly import make_policy
 from surefoot.engine.device import device_for
 from surefoot.engine.engine import Engine, EngineConfig
@@ -23,6 +24,7 @@ from surefoot.engine.request import Request
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
+from surefoot.speculation.sources import SourceChoice
 from surefoot.targets.target import Target
 
 PASSES = ("draft", "target", "accept", "extend")
@@ -67,7 +69,7 @@ def build_arms(
             raise ConfigurationError(f"arm is {name!r}; allowed: none, fixed:K (a width), adaptive")
         if kind != "none" and drafter is None:
             raise ConfigurationError(f"arm {name!r} needs a drafter: choose one, or bench the arm none alone")
-        chosen = None if kind == "none" else drafter
+        chosen = None if kind == "none" else _of_its_own(drafter)
         frontier = max(chosen.gamma + 1, getattr(chosen, "block_slots", 0)) if chosen else 1
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -81,7 +83,7 @@ def build_arms(
             chosen,
             width=int(width) if width else None,
             config=config,
-            # Fixed widths need none, but the arms share a drafter, which may choose its sources by it.
+            # Fixed widths need none, but a drafter may choose its sources by it.
             cost_table="none" if chosen is None else cost_table,
             reads_are_free=device.reads_are_free,
         )
@@ -89,9 +91,18 @@ def build_arms(
     return arms
 
 
+def _of_its_own(drafter: Drafter | None) -> Drafter | None:
+    """The same model, but what an engine learns about its sources stays with that engine."""
+    if not isinstance(drafter, CombinedDrafter):
+        return drafter
+    lookup, trained, shared = drafter.lookup, drafter.trained, drafter.choice
+    choice = SourceChoice(lookup.gamma, trained.gamma, shared.longest_match, shared.device, shared.table)
+    return CombinedDrafter(lookup, trained, choice, reads_are_free=drafter.reads_are_free)
+
+
 @dataclass
 class Run:
-    """One arm over all prompts once."""
+    """One arm over all jobs once."""
 
     tokens: int = 0
     seconds: float = 0.0

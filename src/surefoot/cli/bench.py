@@ -52,6 +52,10 @@ def decode(
     """
     from surefoot.bench.prompts import read_prompts
 
+    if drafter == "none":
+        raise ConfigurationError(
+            "decode compares with and without a drafter: use --drafter auto, prompt-lookup or a path"
+        )
     asked = read_prompts(prompts)[:count]
     common: dict[str, Any] = {
         "gamma": None,
@@ -87,6 +91,9 @@ def decode(
         note(f"saved to {output}")
     if not found.identical:
         typer.secho("TEXTS DIFFER with and without speculation, which must never happen", err=True, fg="red", bold=True)
+    if not found.drafted:
+        typer.secho("NOTHING WAS DRAFTED: the speculative arm did not speculate", err=True, fg="red", bold=True)
+    if not (found.identical and found.drafted):
         raise typer.Exit(1)
 
 

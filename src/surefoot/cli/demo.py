@@ -88,10 +88,11 @@ def demo(
             with screen(json) as show:
                 compare(llm, comparisons, params, repeats, show)
         except KeyboardInterrupt:
-            done = [comparison for comparison in comparisons if all(comparison.runs.values())]
+            done = [whole for comparison in comparisons if (whole := comparison.whole_rounds()).runs[TARGET_ONLY]]
             if done and not json:
                 Report(done, params.greedy, peak_memory()).print()
-                note(f"interrupted: {len(done)} of {len(comparisons)} prompts were done")
+                rounds = sum(len(comparison.runs[TARGET_ONLY]) for comparison in done)
+                note(f"interrupted: {rounds} of {repeats * len(comparisons)} comparisons were done")
             raise
         report = Report(comparisons, params.greedy, peak_memory())
         if json:
@@ -117,6 +118,11 @@ class Comparison:
 
     prompt: DemoPrompt
     runs: dict[str, list[RequestOutput]] = field(default_factory=lambda: {TARGET_ONLY: [], SPECULATIVE: []})
+
+    def whole_rounds(self) -> Comparison:
+        """As far as both arms have run."""
+        count = min(map(len, self.runs.values()))
+        return Comparison(self.prompt, {arm: runs[:count] for arm, runs in self.runs.items()})
 
     def tokens_per_s(self, arm: str) -> float:
         """Median decode speed of an arm."""

@@ -125,6 +125,7 @@ class Engine:
             check_layout=config.check_layout,
             reads_are_free=self.device.reads_are_free,
         )
+        policy.on_table = self._choose_sources_by
         self.requests: dict[str, Request] = {}
         self._in_flight: InFlight | None = None
         self._arrivals = 0
@@ -147,6 +148,8 @@ class Engine:
     def use_table(self, table: CostTable) -> None:
         """Plan with another cost table from the next step on."""
         self.policy.use_table(table)
+
+    def _choose_sources_by(self, table: CostTable) -> None:
         if isinstance(self.drafter, CombinedDrafter):
             self.drafter.choice.table = table
 

@@ -205,6 +205,7 @@ class WidthPolicy:
         self._exploration = Exploration()
         self._depth = DraftDepth(gamma if model_gamma is None else model_gamma)
         self.fixed_depth: int | None = None  # replaces what `_depth` would choose; for measuring
+        self.on_table: Callable[[CostTable], None] | None = None  # told of every table planned with from now on
         self.suspends = suspends
         self._model_share = 1.0  # of the last step's drafts, how many cost a pass of the drafter's model
 
@@ -380,6 +381,8 @@ class WidthPolicy:
         self._plan_with(table, rescaled=True)
 
     def _plan_with(self, table: CostTable, rescaled: bool) -> None:
+        if self.on_table is not None:
+            self.on_table(table)
         self.stale.use(table, rescaled=rescaled)
         if self.current is not None:
             self.current.use(table, rescaled=rescaled)

@@ -190,7 +190,7 @@ class CostTable:
 
     def corrected(self, factors: Mapping[int, float]) -> CostTable:
         """The same table with V of single buckets (by index) multiplied, at every context length."""
-        times = [[value * factors.get(i, 1.0) for i, value in enumerate(curve)] for curve in self.verify_ms]
+        times = [[value * factors.get(i, 1.0) for i, value in enumerate(curve)] for curve in self._monotone.tolist()]
         return replace(self, verify_ms=tuple(map(tuple, times)))
 
     def bucket_of(self, tokens: int) -> int:
@@ -453,7 +453,7 @@ class Rescale:
 
 @dataclass(frozen=True)
 class Correction:
-    """Row counts at which steps take persistently longer or shorter than the profile says, relative to the others."""
+    """Row counts at which steps take persistently longer or shorter than the profile says, relative to all of a window."""
 
     factors: Mapping[int, float]  # tokens of the bucket -> V by what was profiled, all corrections so far
     steps: int
@@ -489,7 +489,8 @@ class DriftTracker:
         self._factors: dict[int, float] = {}  # bucket -> correction
         self._ratios: deque[float] = deque(maxlen=window)
         self._buckets: deque[int | None] = deque(maxlen=window)
-        self._steps = 0
+        self._steps = 0  # since the table was changed or last looked at for corrections
+        self._look_every = max(1, min(self.LOOK_EVERY, window // 4))
 
     def observe(
         self, predicted_ms: float, measured_ms: float, tokens: int | None = None
@@ -507,7 +508,7 @@ class DriftTracker:
         self._ratios.append(measured_ms / predicted_ms)
         self._buckets.append(None if tokens is None else self.profiled.bucket_of(tokens))
         self._steps += 1
-        if len(self._ratios) < self.window or self._steps % self.LOOK_EVERY:
+        if len(self._ratios) < self.window or self._steps % self._look_every:
             return None
         ratios = list(self._ratios)
         early, late = statistics.median(ratios[: self.window // 2]), statistics.median(ratios[self.window // 2 :])
@@ -517,24 +518,30 @@ class DriftTracker:
             self.total *= factor
             self._renew()
             return Rescale(factor, self.total, self.window)
-        return self._correct(ratios) if self._steps % self.window == 0 else None
+        return self._correct(ratios) if self._steps >= self.window else None
 
     def _correct(self, ratios: list[float]) -> Correction | None:
-        """Move the buckets of a full window that differ from it."""
-        all_steps, moved = statistics.median(ratios), False
+        """Move the buckets of a full window that differ from it, where that changes a prediction."""
+        all_steps, before, self._steps = statistics.median(ratios), self.table, 0
         for bucket in {bucket for bucket in self._buckets if bucket is not None}:
             own = [ratio for ratio, at in zip(ratios, self._buckets, strict=True) if at == bucket]
             off = statistics.median(own) / all_steps
             spread = statistics.median(abs(ratio / off / all_steps - 1) for ratio in own)  # 2/3 of a standard deviation
             noise = 4 * spread / math.sqrt(len(own))  # two standard errors of a median
             if len(own) >= self.window // 4 and abs(math.log(off)) > max(self.LEAST, noise):
-                factor = self._factors.get(bucket, 1.0) * math.sqrt(off)
-                self._factors[bucket] = min(max(factor, 1 / self.MOST), self.MOST)
-                moved = True
-        if not moved:
+                self._move(bucket, self._factors.get(bucket, 1.0) * math.sqrt(off))
+        if self.table is before:
             return None
-        self._renew()
+        self._ratios.clear()
+        self._buckets.clear()
         return Correction({self.profiled.token_buckets[b]: f for b, f in self._factors.items()}, self.window)
+
+    def _move(self, bucket: int, factor: float) -> None:
+        """Give a bucket another factor; not where a smaller pass, which cannot take longer, holds its V up anyway."""
+        factors = {**self._factors, bucket: min(max(factor, 1 / self.MOST), self.MOST)}
+        table = self.profiled.scaled(self.total).corrected(factors)
+        if not np.allclose(table._monotone[:, bucket], self.table._monotone[:, bucket], rtol=1e-3):
+            self._factors, self.table = factors, table
 
     def _renew(self) -> None:
         self.table = self.profiled.scaled(self.total).corrected(self._factors)

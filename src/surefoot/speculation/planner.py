@@ -509,7 +509,7 @@ class StoppingPlanner(Planner):
     ms of past steps at this batch size. A sum of steps is what a user waits for, and it is maximised by paying one
     price in all of them (Dinkelbach's transform of the ratio of sums), not by maximising each step's own ratio: that
     would trim unlucky blocks too little and lucky ones too much. Until a price is known the ratio of the step itself
-    is used.
+    is used (beside a prompt chunk, the rate of these requests without drafts).
 
     Prompt chunks have no part in the price. Every answer brings its prompt, whatever is verified: their time is the same
     for all plans, and only decoding can be made dearer or cheaper. In a step that carries a chunk a row is worth what it

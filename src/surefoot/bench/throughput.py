@@ -34,8 +34,7 @@ drafter's context. All else is the host's."""
 TURNS = 3
 """Requests of a run by those that run at once. With fewer, most of a run would be its end, when nobody refills the batch."""
 TURN_STEPS = 8
-"""Steps of one arm before the next has its turn: short against what happens to a machine, long enough that the host's code is as
-warm as when an engine runs alone (the step after another arm's takes the host a third longer)."""
+"""Steps of one arm before the next has its turn: about a second, short against most of what happens to a machine."""
 GOLDEN = 0.618034  # multiples of it modulo 1 lie evenly spread
 
 

@@ -125,3 +125,15 @@ def test_no_device_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_options(gamma, limits) -> None:
     with pytest.raises(ConfigurationError, match=r"gamma 0|min_match"):
         PromptLookupDrafter(gamma, **limits)
+
+
+def test_the_native_call_is_made_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: PromptLookupDrafter, context: DraftContext) -> None:
+        raise AssertionError("tensor operations")
+
+    monkeypatch.setattr(PromptLookupDrafter, "_find", refuse)
+    if native.usable(torch.zeros(1)):
+        assert draft_of([[5, 6, 7, 5, 6]], PromptLookupDrafter(2)).tokens.tolist() == [[7, 5]]
+    else:
+        with pytest.raises(AssertionError, match="tensor operations"):
+            draft_of([[5, 6, 7, 5, 6]], PromptLookupDrafter(2))

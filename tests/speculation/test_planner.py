@@ -337,3 +337,14 @@ def test_a_prompt_chunk_does_not_make_rows_look_cheap() -> None:
     for _ in range(64):
         assert budgets(fresh, prefill=200) == [0, 4]
     assert fresh.prices.price(4) == price
+
+
+def test_costs_that_are_kept_are_those_of_the_table_in_use() -> None:
+    planner, load = StoppingPlanner(1, STEEP), StepLoad(1, [1], context=100.0)
+    survival = np.full((1, 1), 0.9, np.float32)
+    before = [planner.decide(survival, load).predicted_ms for _ in range(2)]
+    planner.use(STEEP.scaled(2.0), rescaled=True)
+    after = planner.decide(survival, load).predicted_ms
+    assert before == [12.0, 12.0]
+    assert after == 24.0
+    assert planner.decide(survival, load._replace(requests=2)).predicted_ms == 26.0

@@ -23,8 +23,8 @@ from transformers import GenerationConfig
 
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
-from surefoot.kernels.linear import PackedLinear
 from surefoot.llm import LLM
+from surefoot.profiling.fingerprint import packed_layers
 from surefoot.sampling import SamplingParams
 
 TRANSFORMERS, TARGET_ONLY, SPECULATIVE, INT8 = "transformers", "target-only", "speculative", "int8"
@@ -222,7 +222,7 @@ def difference(
 
 def _read_bytes(llm: LLM) -> int | None:
     """Bytes of all packed weights of the target: what one pass has to read."""
-    return sum(part.num_bytes for part in llm.target.model.modules() if isinstance(part, PackedLinear)) or None
+    return sum(layer.num_bytes for layer in packed_layers(llm.target)) or None
 
 
 def _stream_gb_s(data: Tensor) -> float:

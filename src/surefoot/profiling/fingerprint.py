@@ -42,8 +42,8 @@ def fingerprint(
         "model": Path(target.name).name if Path(target.name).exists() else target.name,
         "config": _digest(target.config.to_dict()),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "packed": any(True for _ in _packed(target)),
-        "quantize": next((layer.quantize for layer in _packed(target) if layer.quantize), None),
+        "packed": any(True for _ in packed_layers(target)),
+        "quantize": next((layer.quantize for layer in packed_layers(target) if layer.quantize), None),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": info.get("model name") or info.get("Processor") or platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
@@ -66,7 +66,8 @@ def _digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _packed(target: Target) -> Iterator[PackedLinear]:
+def packed_layers(target: Target) -> Iterator[PackedLinear]:
+    """The packed products of a target: what every pass reads."""
     return (module for module in target.model.modules() if isinstance(module, PackedLinear))
 
 

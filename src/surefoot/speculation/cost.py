@@ -516,7 +516,8 @@ class DriftTracker:
         if min(early, late) > slower or max(early, late) < faster:
             factor = statistics.median(ratios)
             self.total *= factor
-            self._renew()
+            self.table = self.profiled.scaled(self.total).corrected(self._factors)
+            self._forget()
             return Rescale(factor, self.total, self.window)
         return self._correct(ratios) if self._steps >= self.window else None
 
@@ -532,8 +533,7 @@ class DriftTracker:
                 self._move(bucket, self._factors.get(bucket, 1.0) * math.sqrt(off))
         if self.table is before:
             return None
-        self._ratios.clear()
-        self._buckets.clear()
+        self._forget()
         return Correction({self.profiled.token_buckets[b]: f for b, f in self._factors.items()}, self.window)
 
     def _move(self, bucket: int, factor: float) -> None:
@@ -543,8 +543,8 @@ class DriftTracker:
         if not np.allclose(table._monotone[:, bucket], self.table._monotone[:, bucket], rtol=1e-3):
             self._factors, self.table = factors, table
 
-    def _renew(self) -> None:
-        self.table = self.profiled.scaled(self.total).corrected(self._factors)
+    def _forget(self) -> None:
+        """Old ratios are to another table."""
         self._ratios.clear()
         self._buckets.clear()
         self._steps = 0

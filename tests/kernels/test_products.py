@@ -7,6 +7,7 @@ the code that runs on a CPU that has them. Where the CPU does, it is tested itse
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -250,3 +251,33 @@ def test_an_unknown_instruction_set_is_an_error(isa):
     """The emulation too: nothing but a test can name it."""
     result = start(ASK, SUREFOOT_ISA=isa)
     assert f"ConfigurationError: SUREFOOT_ISA={isa}: allowed are portable, avx2, avx512, amx" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the allocator decides")
+def test_packed_weights_lie_side_by_side_and_give_their_memory_back():
+    result = start("""
+import torch
+from pathlib import Path
+from surefoot.kernels.linear import PackedLinear
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024  # MiB, of pages of 4 KiB
+weight = torch.randn(4096, 4096)
+layers = [PackedLinear(weight) for _ in range(3)]
+huge = next(int(l.split()[1]) for l in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHuge" in l)
+starts = [layer.weight.data_ptr() for layer in layers]
+full = resident()
+del layers[1]
+one_less = resident()
+another = PackedLinear(weight[:16])
+layers.clear()
+print(starts[0] % 2**21, starts[1] - starts[0], starts[2] - starts[1], another.weight.data_ptr() - starts[2],
+      full - one_less, full - resident(), huge)
+""")
+    assert result.returncode == 0, result.stderr
+    first, second, third, fourth, one, all_three, huge = map(int, result.stdout.split())
+    assert first == 0
+    assert second == third == fourth == 2**26
+    assert 48 <= one <= 80
+    assert 176 <= all_three <= 208
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if setting.exists() and "[never]" not in setting.read_text():
+        assert huge >= 96 * 1024  # KiB; all 192 MiB unless memory is in pieces

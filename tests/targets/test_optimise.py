@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear
-from surefoot.targets.fused import activation_of
+from surefoot.targets.attention import PagedStep
+from surefoot.targets.fused import FusedLayer, activation_of
 from surefoot.targets.optimise import STEPS, optimise
 from surefoot.targets.target import Target
 
 from .flat import FlatRunner, random_model
 
 KINDS = ["llama", "qwen2", "qwen3", "gemma3", "mistral-window", "gpt-oss", "qwen3-moe", "phi3"]
-FUSED = {"fused-norms", "fused-attention", "fused-feed-forward"}
+FUSED = {"fused-norms", "fused-attention", "fused-feed-forward", "fused-layers"}
 needs_native = pytest.mark.skipif(not native.available(), reason="native kernels cannot be built here")
 
 
@@ -38,7 +39,9 @@ def test_steps_keep_the_logits(kind, steps):
     if kind in ("gpt-oss", "phi3"):
         assert not FUSED & set(applied)
     elif kind != "qwen3-moe" and len(steps) == 1:
-        assert applied == steps
+        assert applied == ([] if steps == ["fused-layers"] else steps)  # its parts have to be fused first
+    elif kind != "qwen3-moe":
+        assert set(applied) == set(steps) - {"packed-projections"}  # every projection is fused
     actual = logits(Target(model), ids)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.abs().max())))
 
@@ -53,6 +56,68 @@ def test_a_target_may_be_optimised_after_it_was_wrapped():
     after = target.forward(runner.batch([(0, 0, ids)]), runner.cache, (-1, 1))
     torch.testing.assert_close(after.logits, before.logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(after.features, before.features, rtol=1e-5, atol=1e-4)
+
+
+@needs_native
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "mistral-window"])
+def test_a_layer_in_one_call_has_the_bits_of_its_parts(kind, dtype, quantize, monkeypatch):
+    """Prompt chunk, drafts and padding beside one another, after a first pass; what is cached is compared too."""
+    model = random_model(kind).to(dtype)
+    optimise(model, quantize=quantize)
+    target, ids = Target(model), list(range(5, 25))
+    layers = [layer for layer in target.decoder_layers if isinstance(layer, FusedLayer)]
+    assert len(layers) == target.num_layers
+    native_passes = []
+
+    def passes() -> list[Tensor]:
+        runner = FlatRunner(target)
+        first = target.forward(runner.batch([(1, 0, ids[:13])]), runner.cache, (-1, 0, 2))
+        batch = runner.batch([(2, 0, [9, 8, 7]), (1, 13, ids[13:18])], padding=3)
+        second = target.forward(batch, runner.cache, (-1, 0, 2))
+        real = slice(0, 8)  # what padding holds is nobody's business
+        cached = [t[runner.cache.block_size :] for pair in runner.cache.target_kv for t in pair]
+        return [first.logits, first.features, second.logits, second.features[real], *cached]
+
+    for layer in layers:
+        native = layer._native
+        monkeypatch.setattr(layer, "_native", lambda *a, native=native: (native_passes.append(1), native(*a))[1])
+    in_one_call = passes()
+    assert len(native_passes) == 2 * len(layers)
+    monkeypatch.setattr(PagedStep, "stores", lambda *unused: False)
+    in_parts = passes()
+    assert len(native_passes) == 2 * len(layers)
+    for one, other in zip(in_one_call, in_parts, strict=True):
+        assert torch.equal(one, other)
+        assert one.float().abs().max() > 0
+
+
+@needs_native
+def test_a_cache_of_another_dtype_is_served_by_the_parts():
+    model = random_model("qwen2").to(torch.bfloat16)
+    optimise(model)
+    target = Target(model)
+    runner = FlatRunner(target)
+    batch = runner.batch([(0, 0, list(range(5, 25)))])
+    expected = target.forward(batch, runner.cache).logits
+    runner.cache.target_kv = [(key.float(), value.float()) for key, value in runner.cache.target_kv]
+    with pytest.raises(RuntimeError, match=r"dtype"):
+        target.decoder_layers[0]._native(
+            torch.zeros(20, 32, dtype=torch.bfloat16),
+            PagedStep(batch, runner.cache),
+            *[torch.zeros(1, 20, 8).bfloat16()] * 2,
+        )
+    torch.testing.assert_close(target.forward(batch, runner.cache).logits, expected, rtol=2e-2, atol=2e-2)
+
+
+@needs_native
+def test_layers_with_unknown_parts_are_left_alone():
+    model = random_model("qwen2")
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+    applied = optimise(model)
+    assert "fused-layers" in applied
+    assert [isinstance(layer, FusedLayer) for layer in model.model.layers] == [True, False, True]
 
 
 def test_only_activations_that_are_the_same_are_fused():

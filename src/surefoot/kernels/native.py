@@ -38,7 +38,7 @@ from surefoot.errors import ConfigurationError
 from surefoot.paths import cache_directory
 
 HOME = Path(__file__).parent
-SOURCES = ("native.cpp", "products.cpp", "sequential.cpp", "planning.cpp")
+SOURCES = ("native.cpp", "products.cpp", "layer.cpp", "sequential.cpp", "planning.cpp")
 HEADERS = ("vectors.hpp", "tiles.hpp")
 FLAGS = ("-O3", "-mtune=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC")
 LIBRARY = "surefoot_native.so"
@@ -328,6 +328,10 @@ def _register_fakes() -> None:
     @fake("gated_activation")
     def gated_activation(gate_up: Tensor, gelu: bool) -> Tensor:
         return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+    @fake("decoder_layer")
+    def decoder_layer(x: Tensor, *rest: object) -> Tensor:
+        return x.new_empty(x.shape)
 
     @fake("softmax_rows")
     def softmax_rows(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -10,7 +10,11 @@
 
 #include "tiles.hpp"
 
+#include <ATen/ops/from_blob.h>
+
 #include <functional>
+#include <memory>
+#include <mutex>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -375,6 +379,41 @@ void interleave(const std::vector<Tensor>& weights, E* to, int64_t panels, int64
   });
 }
 
+#ifdef __linux__
+// Memory of packed weights: one tensor behind the other in mappings that begin on a huge page. A layer's weights are a few
+// megabytes, and where each lies on its own, or in memory that was used before, much of it ends up on small pages, whose
+// addresses are looked up all the time.
+struct Mapping {
+  static constexpr size_t HUGE_PAGE = 2 << 20, SIZE = 256 << 20, PAGE = 4096;
+  char *all, *begin;
+  size_t reserved, size, used = 0;
+  explicit Mapping(size_t bytes) : reserved(std::max(bytes, SIZE) + HUGE_PAGE), size(reserved - HUGE_PAGE) {
+    all = (char*)mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(all != MAP_FAILED, "no memory for ", bytes, " bytes of weights");
+    begin = (char*)(((uintptr_t)all + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+    madvise(begin, size, MADV_HUGEPAGE);  // a wish
+  }
+  ~Mapping() { munmap(all, reserved); }
+};
+
+Tensor lasting(const std::vector<int64_t>& shape, const at::TensorOptions& options) {
+  static std::mutex alone;
+  static std::weak_ptr<Mapping> latest;  // lives as long as its tensors
+  size_t bytes = options.dtype().itemsize();
+  for (const int64_t extent : shape) bytes *= extent;
+  bytes = (bytes + Mapping::PAGE - 1) / Mapping::PAGE * Mapping::PAGE;
+  const std::lock_guard<std::mutex> guard(alone);
+  std::shared_ptr<Mapping> mapping = latest.lock();
+  if (!mapping || mapping->size - mapping->used < bytes) latest = mapping = std::make_shared<Mapping>(bytes);
+  char* const here = mapping->begin + mapping->used;
+  mapping->used += bytes;
+  const auto give_back = [mapping, bytes](void* data) { madvise(data, bytes, MADV_DONTNEED); };
+  return at::from_blob(here, shape, give_back, options);
+}
+#else
+Tensor lasting(const std::vector<int64_t>& shape, const at::TensorOptions& options) { return at::empty(shape, options); }
+#endif
+
 // Weights [N_i, K] of one dtype (bfloat16, float32, int8), one after the other along N, in the layout "panels", "pairs" or
 // "tiles". Float weights are always laid out in panels, int8 weights never in pairs.
 Tensor pack(std::vector<Tensor> weights, const std::string& layout) {
@@ -395,12 +434,7 @@ Tensor pack(std::vector<Tensor> weights, const std::string& layout) {
   std::vector<int64_t> shape{panels, inputs, PANEL};
   if (pairs) shape = {panels, (inputs + 1) / 2, PANEL, 2};
   if (tiles) shape = {panels, (inputs + 31) / 32, 2, 16, 32};
-  Tensor packed = at::empty(shape, weights[0].options().dtype(half ? at::kShort : type));
-#ifdef __linux__
-  const uintptr_t page = 4096, begin = ((uintptr_t)packed.data_ptr() + page - 1) / page * page;
-  const uintptr_t end = ((uintptr_t)packed.data_ptr() + packed.nbytes()) / page * page;
-  if (end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // a wish: fewer TLB misses where it is granted
-#endif
+  Tensor packed = lasting(shape, weights[0].options().dtype(half ? at::kShort : type));
   const auto in_order = [](int64_t j, int64_t k) { return k * PANEL + j; };
   const auto in_words = [](int64_t j, int64_t k) { return k * PANEL + j % LANES * 2 + j / LANES; };
   const auto in_pairs = [](int64_t j, int64_t k) { return k / 2 * 2 * PANEL + j * 2 + k % 2; };

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -62,6 +63,10 @@ class PagedStep(FlatCache):
         key_cache.index_copy_(0, slots, key[0].transpose(0, 1).to(key_cache.dtype))
         value_cache.index_copy_(0, slots, value[0].transpose(0, 1).to(value_cache.dtype))
         return key, value
+
+    def stores(self, dtype: torch.dtype) -> bool:
+        """Whether keys and values of this dtype are cached as they are."""
+        return self.cache.target_kv[0][0].dtype == dtype
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention of `query` [1, Hq, T, D] over the cache: [T, Hq, Dv]."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm, rotary
 from surefoot.kernels.linear import PackedLinear, Quantization
 from surefoot.kernels.row_linear import RowLinear
-from surefoot.targets.attention import STEP_ARGUMENT, FlatCache
+from surefoot.targets.attention import STEP_ARGUMENT, FlatCache, PagedStep
 
 
 def fused_product(linears: Sequence[nn.Linear], quantize: Quantization | None = None) -> PackedLinear | RowLinear:
@@ -83,6 +83,95 @@ class FusedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer of fused and packed parts: norm, attention, norm, feed-forward; in Gemma 3 a norm behind each too.
+
+    A pass over the paged cache is one native call. For any other cache, and while `torch.compile` traces it, the parts run
+    one by one; the bits are the same.
+    """
+
+    # Everything a layer has, under transformers' names.
+    self_attn: FusedAttention
+    mlp: FusedFeedForward
+    input_layernorm: FusedNorm
+    post_attention_layernorm: FusedNorm
+    pre_feedforward_layernorm: FusedNorm
+    post_feedforward_layernorm: FusedNorm
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        for name, child in layer.named_children():
+            setattr(self, name, child)
+        self.four_norms = hasattr(layer, "pre_feedforward_layernorm")
+        attention, feed_forward, norm = layer.self_attn, layer.mlp, layer.input_layernorm
+        self._weights = [None if norm is None else norm.weight for norm in self._norms(layer)]
+        for product in self._products(layer):
+            self._weights += [product.weight, product.scale, product.bias]
+        self._constants = (
+            attention.o_proj.in_features // attention.head_dim,  # query heads
+            feed_forward.down_proj.in_features,
+            norm.eps,
+            norm.unit_offset,
+            feed_forward.activation == "gelu_tanh",
+        )
+
+    @classmethod
+    def fits(cls, layer: Any) -> bool:
+        """Whether every part of a decoder layer is what the native call computes."""
+        if not isinstance(layer.self_attn, FusedAttention) or not isinstance(layer.mlp, FusedFeedForward):
+            return False
+        packed = [p for p in cls._products(layer) if isinstance(p, PackedLinear) and p.kernel]
+        if len(packed) < 4 or any(p.kernel.namespace != "surefoot" for p in packed):
+            return False
+        norms = [norm for norm in cls._norms(layer) if norm is not None]
+        return all(isinstance(n, FusedNorm) for n in norms) and len({(n.eps, n.unit_offset) for n in norms}) == 1
+
+    @staticmethod
+    def _norms(layer: Any) -> list[Any]:
+        """Of input, queries, keys, attention's result, the feed-forward's input and result; None where there is none."""
+        attention, second = layer.self_attn, layer.post_attention_layernorm
+        feed_forward: list[Any] = [None, second, None]
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            feed_forward = [second, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm]
+        return [layer.input_layernorm, attention.q_norm, attention.k_norm, *feed_forward]
+
+    @staticmethod
+    def _products(layer: Any) -> list[Any]:
+        attention, feed_forward = layer.self_attn, layer.mlp
+        return [attention.qkv_proj, attention.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj]
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:  # [1, T, hidden]
+        step = options.get(STEP_ARGUMENT)
+        if isinstance(step, PagedStep) and not torch.compiler.is_compiling() and step.stores(hidden_states.dtype):
+            return self._native(hidden_states[0], step, *options["position_embeddings"])[None]
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
+        if self.four_norms:
+            hidden_states = hidden_states + self.post_attention_layernorm(attended)
+            fed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+            return hidden_states + self.post_feedforward_layernorm(fed)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    def _native(self, x: Tensor, step: PagedStep, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, cache, layer = step.batch, step.cache, self.self_attn.layer_idx
+        group = cache.target_group[layer]
+        return torch.ops.surefoot.decoder_layer(
+            x,
+            cos[0],
+            sin[0],
+            *cache.target_kv[layer],
+            batch.cache_slots[group],
+            batch.block_tables[group],
+            batch.row_slot,
+            batch.kv_lens,
+            cache.block_size,
+            self.self_attn.scaling,
+            cache.target_layers[layer].window,
+            *self._constants,
+            self._weights,
+        )
 
 
 def activation_of(function: Any) -> Activation | None:

@@ -176,9 +176,12 @@ def test_costs_that_cannot_be_saved_are_used_all_the_same(
     assert "cannot write cost-tables/x.json" in result.stderr
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.1, False), (0.6, True)])
-def test_costs_measured_on_a_busy_machine_are_not_passed_over_in_silence(
-    run: Callable[..., Any], script: Script, share: float, said: bool
+@pytest.mark.parametrize(("share", "measured"), [(0.1, [6.0]), (0.6, [6.0, 18.0])])
+def test_on_a_busy_machine_costs_are_measured_again_and_not_passed_over_in_silence(
+    run: Callable[..., Any], script: Script, share: float, measured: list[float]
 ) -> None:
     script.lacks_cost_table, script.unsteady = True, share
-    assert ("Measure again on an idle machine" in run("demo").stderr) == said
+    said = run("demo").stderr
+    assert script.profiled == measured
+    for line in ("measuring again, longer", "Measure again on an idle machine"):
+        assert (line in said) == (len(measured) > 1)

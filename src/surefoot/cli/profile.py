@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from surefoot.llm import LLM
     from surefoot.profiling.profile import Profile
 
-QUICK_SECONDS = 6.0
+QUICK_SECONDS, LONGER_SECONDS = 6.0, 18.0
 UNSTEADY = 0.25
 """Share of points whose repeats differ widely from which on the user is told."""
 
@@ -90,6 +90,10 @@ def measure_missing(llm: LLM, cost_table: str) -> None:
     try:
         with progress_bar("measuring") as show:
             found = llm.profile(QUICK_SECONDS, progress=show)
+        if found.unsteady > UNSTEADY:
+            note("something else was running: measuring again, longer")
+            with progress_bar("measuring") as show:
+                found = llm.profile(LONGER_SECONDS, progress=show)
     except SurefootError as problem:
         note(f"measured, but not for the next start: {problem}")
     else:

@@ -122,8 +122,8 @@ class FusedLayer(nn.Module):
         """Whether every part of a decoder layer is what the native call computes."""
         if not isinstance(layer.self_attn, FusedAttention) or not isinstance(layer.mlp, FusedFeedForward):
             return False
-        packed = [p for p in cls._products(layer) if isinstance(p, PackedLinear) and p.kernel]
-        if len(packed) < 4 or any(p.kernel.namespace != "surefoot" for p in packed):
+        packed = [p.kernel for p in cls._products(layer) if isinstance(p, PackedLinear)]
+        if len(packed) < 4 or any(kernel is None or kernel.namespace != "surefoot" for kernel in packed):
             return False
         norms = [norm for norm in cls._norms(layer) if norm is not None]
         return all(isinstance(n, FusedNorm) for n in norms) and len({(n.eps, n.unit_offset) for n in norms}) == 1

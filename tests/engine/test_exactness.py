@@ -165,7 +165,13 @@ LAW_CASES = [
 
 
 def check_law(
-    drafter: Any, width: Any, params: SamplingParams, samples: int, resolution: float, sharpness: Any = None
+    drafter: Any,
+    width: Any,
+    params: SamplingParams,
+    samples: int,
+    resolution: float,
+    sharpness: Any = None,
+    copying: Any = None,
 ) -> None:
     """Joint law of the first three tokens, chi-square at level 1e-4; a total-variation distance of `resolution` would be
     found with 99 % power. Prompts of one token draft from the first token on, longer ones from the second."""
@@ -173,7 +179,7 @@ def check_law(
     for prompt in ([2], [1, 2, 1, 2, 1]):
         engine = build(target, drafter, gamma=2, width=width, max_num_seqs=512, max_model_len=24, check_layout=False)
         if sharpness is not None:
-            engine.drafter.calibration = Calibration([1.0, 1.0], sharpness=sharpness)
+            engine.drafter.calibration = Calibration([1.0, 1.0], sharpness=sharpness, copying=copying)
         p_value, freedom, distance = chi_square(engine, target, prompt, params, samples // 2)
         assert distance < resolution
         assert p_value > LEVEL, f"{freedom} degrees of freedom, prompt {prompt}"
@@ -189,20 +195,27 @@ def test_sampled_law_is_the_targets(drafter: str, width: Any, params: SamplingPa
 
 @pytest.mark.statistical
 @pytest.mark.parametrize(
-    ("changes", "packed", "width", "params", "sharpness"),
+    ("changes", "packed", "width", "params", "sharpness", "copying"),
     [
-        ({}, True, 2, PLAIN, (0.4, 20.0)),
-        ({"draft_vocab_size": 4}, True, "2,1", STAGES, (1.4, 3.0)),
-        ({"markov_head_type": "gated"}, False, None, PROCESSED, (3.0, 0.6)),
+        ({}, True, 2, PLAIN, (0.4, 20.0), None),
+        ({"draft_vocab_size": 4}, True, "2,1", STAGES, (1.4, 3.0), None),
+        ({"markov_head_type": "gated"}, False, None, PROCESSED, (3.0, 0.6), None),
+        ({}, True, 2, PLAIN, (1.0, 1.0), (0.0, 0.4, 0.9, 0.5)),
+        ({"draft_vocab_size": 4}, False, "2,1", PROCESSED, (1.5, 1.5), (0.0, 0.7, 0.2)),
     ],
 )
-def test_sampled_law_at_any_sharpness(
-    changes: dict[str, Any], packed: bool, width: Any, params: SamplingParams, sharpness: tuple[float, float]
+def test_sampled_law_at_any_sharpness_and_with_copies(
+    changes: dict[str, Any],
+    packed: bool,
+    width: Any,
+    params: SamplingParams,
+    sharpness: tuple[float, float],
+    copying: Any,
 ) -> None:
     """Drawn token by token and, packed, a block at once."""
     drafter = tiny_dspark(tiny_target("llama", vocab_size=6, sharpness=4.0), 2, **changes)
     assert not packed or drafter.model.pack()
-    check_law(drafter, width, params, SAMPLES // 2, resolution=0.065, sharpness=sharpness)
+    check_law(drafter, width, params, SAMPLES // 2, resolution=0.065, sharpness=sharpness, copying=copying)
 
 
 @pytest.mark.slow

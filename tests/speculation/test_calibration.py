@@ -222,7 +222,7 @@ def test_positions_and_temperatures_without_blocks_borrow_from_the_others() -> N
 
 
 def test_weights_and_sharpness_survive_a_file_an_update_and_a_cut(tmp_path: Path) -> None:
-    fitted = Calibration([2.0, 4.0], weights=WEIGHTS, sharpness=[1.5, 2.0])
+    fitted = Calibration([2.0, 4.0], weights=WEIGHTS, sharpness=[1.5, 2.0], copying=[0.0, 0.1, 0.85])
     fitted.save(tmp_path / "calibration.json")
     saved = json.loads((tmp_path / "calibration.json").read_text())
     assert saved["confidence"]["sampled"]["signal"] == pytest.approx([0.7, 1.1])
@@ -235,12 +235,15 @@ def test_weights_and_sharpness_survive_a_file_an_update_and_a_cut(tmp_path: Path
     for copy in (loaded, other):
         assert torch.equal(copy.weights, fitted.weights)
         assert torch.equal(copy.sharpness, fitted.sharpness)
+        assert torch.equal(copy.copying, fitted.copying)
     short = loaded.first(1)
     given = torch.tensor([[0.3, -1.0]]), torch.tensor([[2.0, 0.5]]), torch.tensor([0.7])
     first = short.calibrated(given[0][:, :1], given[1][:, :1], given[2])
     torch.testing.assert_close(first, loaded.calibrated(*given)[:, :1])
     assert short.sharpness.tolist() == [1.5]
     assert loaded.uncalibrated().sharpness.tolist() == [1.5, 2.0]
+    for same in (short, loaded.uncalibrated()):
+        assert torch.equal(same.copying, fitted.copying)
     torch.testing.assert_close(loaded.uncalibrated().calibrated(*given), given[0])
 
 
@@ -250,7 +253,7 @@ def test_temperatures_alone_mean_what_they_meant() -> None:
     logits, signal = torch.randn(4, 2), torch.randn(4, 2)
     for temperature in (None, torch.tensor([0.0, 0.3, 1.0, 2.0])):
         torch.testing.assert_close(torch.sigmoid(plain.calibrated(logits, signal, temperature)), plain.apply(logits))
-    assert not {"confidence", "draft_sharpness"} & set(plain.to_dict())
+    assert not {"confidence", "draft_sharpness", "copying"} & set(plain.to_dict())
     assert plain.first(1).is_plain
 
 
@@ -276,9 +279,14 @@ def test_calibrating_reads_nothing_from_the_device() -> None:
             {r: {n: [1.0, 2.0] for n in ("head", "signal", "bias")} for r in ("greedy", "sampled")},
             "shape",
         ),
-        ("draft_sharpness", "sharp", "list of gamma numbers"),
+        ("draft_sharpness", "sharp", "list of numbers"),
         ("draft_sharpness", [1.0, 2.0], "positive numbers"),
         ("draft_sharpness", [0.0], "positive numbers"),
+        ("copying", 0.5, "list of numbers"),
+        ("copying", [], "0 first"),
+        ("copying", [0.1, 0.2], "0 first"),
+        ("copying", [0.0, 1.0], "below 1"),
+        ("copying", [0.0, -0.1], "0 to below 1"),
     ],
 )
 def test_malformed_weights_and_sharpness_are_refused(field: str, value: object, message: str) -> None:

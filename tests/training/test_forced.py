@@ -35,15 +35,20 @@ def written(
     return blocks, [Text(tuple(r.token_ids), len(prompt), params.temperature) for r in requests]
 
 
+@pytest.mark.parametrize("copying", [None, [0.0, 0.3, *[0.8] * 15]], ids=["alone", "copying"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_blocks_of_a_greedy_text_are_those_of_the_loop(architecture: str, variant: str) -> None:
+def test_the_blocks_of_a_greedy_text_are_those_of_the_loop(
+    architecture: str, variant: str, copying: list[float] | None
+) -> None:
     """Accepted lengths, and logits and signals up to the first rejection."""
     target = tiny_target(architecture)
     drafter = tiny_dspark(target, GAMMA, **VARIANTS[variant])
     engine = build(target, drafter, width=GAMMA)
-    params = SamplingParams(temperature=0, max_tokens=40)
+    drafter.calibration = Calibration([1.0] * GAMMA, copying=copying)
+    params = SamplingParams(temperature=0, max_tokens=80)
     blocks, texts = written(engine, drafter, [3, 1, 4, 1, 5], params, 1)
+    drafter.calibration = Calibration([1.0] * GAMMA, copying=copying)
     seen = follow(target, drafter, [*texts, Text((2, 7, 2), 1, 0.0)], Progress("test", False))
     mine = seen.text == 0
     assert mine.sum() == len(texts[0].tokens) - texts[0].start - 1
@@ -54,6 +59,11 @@ def test_the_blocks_of_a_greedy_text_are_those_of_the_loop(architecture: str, va
     count = int(whole.sum())  # the last ones end with the text
     assert count >= 10
     assert chance[met].cumprod(1).sum(1)[:count].tolist() == np.array(blocks.accepted)[:count].tolist()
+    rows, accepted, known = seen.met(chance, np.random.default_rng(0))
+    of_mine = seen.text[rows] == 0
+    assert rows[of_mine].tolist() == met.tolist()
+    assert accepted[of_mine][:count].tolist() == blocks.accepted[:count]
+    assert known[of_mine][:count].tolist() == [GAMMA] * count
     for row, accepted, logits, signal in zip(met[:count], blocks.accepted, blocks.logits, blocks.signal):  # noqa: B905
         reached = slice(0, accepted + 1)
         np.testing.assert_allclose(seen.logits[row, reached], logits[reached], rtol=1e-4, atol=1e-5)
@@ -87,7 +97,7 @@ def blocks_of(overlap: np.ndarray, temperature: float, sharpness: tuple[float, .
     n, gamma, _ = overlap.shape
     return TextBlocks(
         np.arange(n), np.full(n, temperature), np.zeros((n, gamma)), np.zeros((n, gamma)), overlap, overlap,
-        np.ones((n, gamma), bool), sharpness,
+        np.ones((n, gamma), bool), np.zeros((n, gamma)), np.zeros((n, gamma), int), np.zeros((n, gamma), bool), sharpness,
     )  # fmt: skip
 
 
@@ -103,7 +113,8 @@ def test_visits_follow_the_walk() -> None:
     chance = np.array([[0.5, 0.2], [0.9, 0.3], [1.0, 0.0], [0.4, 0.4]])
     seen = TextBlocks(
         np.array([4, 4, 4, 9]), np.ones(4), chance, chance, chance[..., None], chance[..., None],
-        np.array([[True, True], [True, True], [True, False], [True, True]]), (1.0,),
+        np.array([[True, True], [True, True], [True, False], [True, True]]), chance, np.zeros((4, 2), int),
+        np.zeros((4, 2), bool), (1.0,),
     )  # fmt: skip
     second = 1 - 0.5
     third = 0.5 * (1 - 0.2) + second * (1 - 0.9)
@@ -118,4 +129,6 @@ def test_a_whole_vocabulary_needs_no_words() -> None:
     assert seen.chance.shape == (2, GAMMA, len(seen.sharpness))
     assert seen.known.tolist() == [[True, True, False], [True, False, False]]
     assert torch.isfinite(torch.from_numpy(seen.logits)).all()
+    assert seen.match[:, 0].tolist() == [0, 0]  # 3 and 4 have not been seen before
+    assert not seen.copied.any()
     assert ((seen.overlap <= 1 + 1e-6) & (seen.chance <= 1) & (seen.chance >= 0)).all()

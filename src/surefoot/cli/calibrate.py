@@ -43,15 +43,16 @@ def calibrate(
     ] = "0,1",
     max_tokens: options.MaxTokens = 96,
     seed: options.Seed = 0,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Prompts that run at once.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Prompts that run at once.")] = 64,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Save here.", show_default="beside the drafter")
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Answer prompts with every draft verified, fit sharpness and confidences, and save them beside the drafter.
+    """Let the target answer prompts, and fit to the answers how the drafter copies, how sharply it draws and what its
+    confidences say; saved beside the drafter.
 
-    Use prompts that the drafter was not trained on. The answers, at every temperature in turn, take most of the time.
+    Use prompts that the drafter was not trained on.
     """
     from surefoot.bench.prompts import read_prompts
     from surefoot.training.prompts import EVERYDAY
@@ -68,7 +69,7 @@ def calibrate(
         model,
         drafter=drafter,
         gamma=gamma,
-        width="auto",
+        width="0",  # texts are written fastest in large batches without drafts, and their law is the same
         cost_table="none",
         device=device,
         dtype=dtype,
@@ -77,29 +78,27 @@ def calibrate(
         seed=seed,
         max_num_seqs=max_num_seqs,
     )
-    from surefoot.profiling.calibrate import collect, require_head
-    from surefoot.training.measure import WEIGHTS, WRITING, Blocks, fit_calibration, weights_digest
+    from surefoot.profiling.calibrate import require_head, write_texts
+    from surefoot.training.measure import WEIGHTS, WRITING, fit_calibration, weights_digest
     from surefoot.training.progress import Progress
 
     try:
         head = require_head(llm.engine.drafter)
-        pooled, texts = Blocks(llm.engine.gamma), []
+        texts = []
         with Progress("calibrate", not json) as progress:
             for number, heat in enumerate(heats):
                 params = SamplingParams(temperature=heat, max_tokens=max_tokens)
                 span = (WRITING * number / len(heats), WRITING * (number + 1) / len(heats))
-                blocks, written = collect(llm, asked, params, progress, span)
-                pooled.merge(blocks)
-                texts += written
+                texts += write_texts(llm, asked, params, progress, span)
             dataset = str(prompts or "built-in")
             name = weights_digest(Path(drafter)) if (Path(drafter) / WEIGHTS).is_file() else drafter
-            fitted = fit_calibration(llm.target, head, pooled, texts, progress, dataset=dataset, name=name)
+            fitted, met = fit_calibration(llm.target, head, texts, progress, dataset=dataset, name=name)
     finally:
         llm.close()
     fitted.save(path)
-    found = {heat: _before_and_after(pooled.at(heat), fitted) for heat in dict.fromkeys(heats)}
+    found = {heat: _before_and_after(met.at(heat), fitted) for heat in dict.fromkeys(heats)}
     if json:
-        both = _before_and_after(pooled, fitted)
+        both = _before_and_after(met, fitted)
         print_json(
             {
                 **fitted.to_dict(),
@@ -117,7 +116,9 @@ def calibrate(
         note(
             "sharpness of the draws at temperatures above 0: " + ", ".join(f"{s:g}" for s in fitted.sharpness.tolist())
         )
-    note(f"{len(pooled.accepted)} blocks of {len(asked)} prompts; saved to {path}")
+    if fitted.copying is not None:
+        note("share of copies by match length: " + ", ".join(f"{s:.2f}" for s in fitted.copying[1:].tolist()))
+    note(f"{len(met.accepted)} blocks of {len(asked)} prompts; saved to {path}")
 
 
 def _before_and_after(blocks: Blocks, fitted: Calibration) -> dict[str, list[PositionQuality]]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from surefoot.cache.paged import LayerSpec, PagedCache
 from surefoot.drafters.base import BlockwiseSampler, Draft, DraftContext, DraftSampler
 from surefoot.drafters.config import DSparkConfig
+from surefoot.drafters.copying import Copier, raise_copies
 from surefoot.drafters.heads import ConfidenceHead, MarkovHead
 from surefoot.errors import DrafterError
 from surefoot.kernels import native
@@ -302,6 +303,7 @@ class DSparkModel(nn.Module):
         self._target: tuple[Target, ...] = ()
         self._borrowed: set[str] = set()
         self.int8: dict[str, tuple[Tensor, Tensor]] = {}  # matrices as stored: values [N, K] int8, scale [N] float32
+        self._columns: Tensor | None = None
         self.context_proj: PackedLinear | None = None  # key and value projections of all layers, once packed
 
     @property
@@ -396,6 +398,19 @@ class DSparkModel(nn.Module):
             inputs = inputs.to(weight.dtype)
         base, cap = head(inputs), self.config.final_logit_softcapping
         return base if cap is None else torch.tanh(base.to(torch.float32) / cap) * cap
+
+    @property
+    def columns(self) -> Tensor | None:
+        """[V_target] int64, target id -> column of the draft logits, -1 where there is none; None: the identity."""
+        if self.vocabulary is not None and self._columns is None:
+            self._columns = self.vocabulary.new_full((self.config.vocab_size,), -1)
+            self._columns[self.vocabulary] = torch.arange(len(self.vocabulary), device=self.vocabulary.device)
+        return self._columns
+
+    def column(self, token_ids: Tensor) -> Tensor:
+        """The same for target ids [R]; -1 for -1."""
+        columns = self.columns
+        return token_ids if columns is None else torch.where(token_ids < 0, -1, columns[token_ids.clamp(min=0)])
 
     def _lender(self, name: str) -> Target:
         if not self._target:
@@ -596,8 +611,8 @@ class DSparkDrafter:
         block = self.block_hidden(context, anchor, first + depth if self.config.shorter_blocks else None)
         hidden = block[:, first : first + depth]
         base = self.model.head_logits(hidden)
-        drawn = self._draw_at_once(base, anchor, sampler) if isinstance(sampler, BlockwiseSampler) else None
-        tokens, largest = drawn or self._draw_by_token(base.to(torch.float32), anchor, block, sampler)
+        drawn = self._draw_at_once(base, context, anchor, sampler) if isinstance(sampler, BlockwiseSampler) else None
+        tokens, largest = drawn or self._draw_by_token(base.to(torch.float32), context, anchor, block, sampler)
         signal = torch.logit(largest, eps=CERTAIN)
         previous = torch.cat([anchor.unsqueeze(1), tokens[:, :-1]], 1)
         scores = None if confidence_head is None else self._scores(confidence_head, hidden, previous)
@@ -610,7 +625,9 @@ class DSparkDrafter:
             scores = self.calibration.calibrated(scores, signal, sampler.temperatures())
         return Draft(tokens=tokens, lengths=lengths, confidence_logits=scores, signal=signal)
 
-    def _draw_at_once(self, base: Tensor, anchor: Tensor, sampler: BlockwiseSampler) -> tuple[Tensor, Tensor] | None:
+    def _draw_at_once(
+        self, base: Tensor, context: DraftContext, anchor: Tensor, sampler: BlockwiseSampler
+    ) -> tuple[Tensor, Tensor] | None:
         """Tokens and largest probabilities, [R, gamma] each, in one native call; None where that cannot be."""
         markov, correction = self.model.markov_head, None
         if markov is not None:
@@ -625,14 +642,21 @@ class DSparkDrafter:
         if draw.uniforms is not None:
             draw = replace(draw, uniforms=draw.uniforms[:, :depth].contiguous())
         sharpness = None if sharpness is None else sharpness[:depth]
-        ids, largest, probs = draft_block(base, anchor, correction, self.vocabulary, **vars(draw), sharpness=sharpness)
+        shares, copying = self._copying, None
+        if shares is not None:
+            copying = (context.history, context.slots, context.lengths, shares, self.model.columns)
+        ids, largest, probs = draft_block(
+            base, anchor, correction, self.vocabulary, **vars(draw), sharpness=sharpness, copying=copying
+        )
         return sampler.take(ids, probs), largest
 
     def _draw_by_token(
-        self, base: Tensor, anchor: Tensor, block: Tensor, sampler: DraftSampler
+        self, base: Tensor, context: DraftContext, anchor: Tensor, block: Tensor, sampler: DraftSampler
     ) -> tuple[Tensor, Tensor]:
         """Tokens and largest probabilities, [R, gamma] each, position by position."""
         first, markov, sharpness = self.config.first_slot, self.model.markov_head, self._sharpness
+        shares = self._copying
+        copier = None if shares is None else Copier(context, base.shape[1], len(shares) - 1)
         previous, state = anchor, anchor.new_empty(0)
         if markov is not None:
             start = markov.embed(anchor)
@@ -645,15 +669,25 @@ class DSparkDrafter:
             if markov is not None:
                 latent, state = markov.step(markov.embed(previous), block[:, first + k], state)
                 logits = logits + markov.bias(latent)
-            largest.append(_largest_probability(logits))
+            if copier is not None and shares is not None:
+                copy, match = copier.copies()
+                logits = raise_copies(logits, _softmax(logits), self.model.column(copy), shares[match])
+            largest.append(_softmax(logits).amax(-1))
             previous = sampler.draw(k + 1, logits) if sharpness is None else sampler.draw(k + 1, logits, sharpness[k])
             tokens.append(previous)
+            if copier is not None:
+                copier.append(previous)
         return torch.stack(tokens, 1), torch.stack(largest, 1)
 
     @property
     def _sharpness(self) -> Tensor | None:
         """[gamma], or None where every position is drawn as it is."""
         return None if self.calibration is None else self.calibration.sharpness
+
+    @property
+    def _copying(self) -> Tensor | None:
+        """[LONGEST + 1] shares of copies by match length, or None."""
+        return None if self.calibration is None else self.calibration.copying
 
     def _scores(self, head: ConfidenceHead, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits of c_k, [R, gamma], from h_k and x_{k-1}."""
@@ -726,11 +760,9 @@ def _store(storage: tuple[Tensor, Tensor], slots: Tensor, key_value: tuple[Tenso
         kept.index_copy_(0, slots, new.to(kept.dtype))
 
 
-def _largest_probability(logits: Tensor) -> Tensor:
-    """Of softmax(logits), [R, V] float32 -> [R]."""
-    if native.usable(logits):
-        return softmax_rows(logits).amax(-1)
-    return torch.exp(logits.amax(-1) - logits.logsumexp(-1))
+def _softmax(logits: Tensor) -> Tensor:
+    """[R, V] float32 -> [R, V]."""
+    return softmax_rows(logits) if native.usable(logits) else logits.softmax(-1)
 
 
 def _packed(layers: list[nn.Linear], int8: set[nn.Module]) -> PackedLinear:

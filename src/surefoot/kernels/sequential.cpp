@@ -15,10 +15,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 using at::Tensor;
@@ -73,12 +75,44 @@ void with_floating(const Tensor& t, F f) {
     TORCH_CHECK(false, "draft_block takes bfloat16 or float32, got ", t.scalar_type());
 }
 
+// The copies of one request: the token behind the longest earlier occurrence of the text's suffix, the latest of equals. See
+// drafters/copying.py, whose `Copier` does the same with tensors.
+class Copier {
+ public:
+  Copier(const int64_t* text, int64_t size, int64_t longest) : text_(text, text + size), matched_(size, 0), longest_(longest) {
+    const int64_t* const last = text + size - 1;
+    for (int64_t j = 0; j + 1 < size; ++j) {
+      int64_t length = 0;
+      while (length < longest && length <= j && text[j - length] == last[-length]) ++length;
+      matched_[j] = length;
+    }
+  }
+  std::pair<int64_t, int64_t> copy() const {  // token and length of the match; length 0: none
+    int64_t best = 0;
+    for (int64_t j = 0; j + 1 < (int64_t)text_.size(); ++j)
+      if (matched_[j] >= matched_[best]) best = j;
+    return {matched_[best] ? text_[best + 1] : -1, matched_[best]};
+  }
+  void append(int64_t token) {
+    for (int64_t j = (int64_t)text_.size() - 1; j >= 0; --j)
+      matched_[j] = text_[j] == token ? std::min(j ? matched_[j - 1] : 0, longest_ - 1) + 1 : 0;
+    text_.push_back(token);
+    matched_.push_back(0);
+  }
+
+ private:
+  std::vector<int64_t> text_, matched_;
+  int64_t longest_;
+};
+
 // Draws a block of G tokens for R requests.
 //   base [R, G, V]: logits before the correction. anchors [R]: target ids in front of the block.
 //   table [V_target, r], packed: the sequential head's W1, and W2 as pack() made it with its scale; or neither.
 //   vocabulary [V]: target id of every draft id, or none for the identity.
 //   temperature [R], uniforms [R, G]: for draws; without them the largest logit is taken. sharpness [G]: position k draws at
 //   temperature / sharpness[k].
+//   history [S, L], slots [R], lengths [R], shares [longest match + 1], columns [V_target] (none: the identity): the logit of the
+//   copy is raised until it has its share; or none of them.
 // Returns draft ids [R, G], the largest probabilities [R, G] of the corrected logits at temperature 1, and the distributions
 // [R, G, V] that were drawn from ([0] without draws).
 std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor& anchors, const optional<Tensor>& table_,
@@ -86,7 +120,9 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
                                                const optional<Tensor>& vocabulary_, const optional<Tensor>& temperature,
                                                const optional<Tensor>& uniforms, const optional<Tensor>& top_k,
                                                const optional<Tensor>& top_p, const optional<Tensor>& min_p,
-                                               const optional<Tensor>& sharpness) {
+                                               const optional<Tensor>& sharpness, const optional<Tensor>& history,
+                                               const optional<Tensor>& slots, const optional<Tensor>& lengths,
+                                               const optional<Tensor>& shares_, const optional<Tensor>& columns_) {
   static const auto linear = operation<Tensor(const Tensor&, const Tensor&, int64_t, const optional<Tensor>&,
                                               const optional<Tensor>&)>("surefoot::linear");
   static const auto softmax = operation<Tensor(const Tensor&, const Tensor&)>("surefoot::softmax_rows");
@@ -103,6 +139,23 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
   TORCH_CHECK(!vocabulary_ || (vocabulary.numel() == size && vocabulary.scalar_type() == at::kLong),
               "vocabulary is int64 [", size, "]");
   TORCH_CHECK(!sharpness || sharpness->numel() >= length, "sharpness is [", length, "]");
+  TORCH_CHECK(history.has_value() == shares_.has_value() && history.has_value() == slots.has_value() &&
+                  history.has_value() == lengths.has_value(),
+              "history, slots, lengths and shares come together");
+  const Tensor shares = shares_ ? shares_->contiguous() : Tensor(), columns = columns_ ? columns_->contiguous() : Tensor();
+  std::vector<Copier> copiers;
+  if (history) {
+    for (const Tensor* t : {&*history, &*slots, &*lengths})
+      TORCH_CHECK(t->scalar_type() == at::kLong && t->stride(-1) == 1, "history, slots and lengths are dense int64");
+    TORCH_CHECK(slots->numel() == rows && lengths->numel() == rows && shares.scalar_type() == at::kFloat && shares.numel() > 1 &&
+                    (!columns_ || columns.scalar_type() == at::kLong),
+                "slots and lengths are [", rows, "], shares float32, columns int64");
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t slot = slots->const_data_ptr<int64_t>()[r], length = lengths->const_data_ptr<int64_t>()[r];
+      TORCH_CHECK(slot >= 0 && slot < history->size(0) && length >= 0 && length < history->size(1), "a request outside the history");
+      copiers.emplace_back(history->const_data_ptr<int64_t>() + slot * history->stride(0), length + 1, shares.numel() - 1);
+    }
+  }
   const bool drawn = temperature.has_value(), filtered = top_k || top_p || min_p;
   const auto floats = base.options().dtype(at::kFloat), ints = anchors.options();
   Tensor ids = at::empty({rows, length}, ints), largest = at::empty({rows, length}, floats);
@@ -132,7 +185,23 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
         });
       });
     });
-    const Tensor plain = softmax.call(logits, one);
+    Tensor plain = softmax.call(logits, one);
+    bool raised = false;
+    for (int64_t r = 0; r < (int64_t)copiers.size(); ++r) {
+      const auto [token, match] = copiers[r].copy();
+      const float share = shares.const_data_ptr<float>()[match];
+      TORCH_CHECK(!columns_ || token < columns.numel(), "token ", token, " has no column");
+      const int64_t column = token < 0 || !columns_ ? token : columns.const_data_ptr<int64_t>()[token];
+      if (share == 0 || column < 0 || column >= size) continue;
+      int64_t& chosen = id[r * length + k];
+      const float* p = plain.const_data_ptr<float>() + r * size;
+      const float best = to[r * size + chosen];
+      float* logit = to + r * size + column;
+      *logit = best - std::log(p[chosen]) + std::log(p[column] + share / (1 - share));
+      if (*logit > best || (*logit == best && column < chosen)) chosen = column;
+      raised = true;
+    }
+    if (raised) plain = softmax.call(logits, one);
     for (int64_t r = 0; r < rows; ++r)
       largest.mutable_data_ptr<float>()[r * length + k] = plain.const_data_ptr<float>()[r * size + id[r * length + k]];
     if (drawn) {
@@ -141,8 +210,10 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
       probs.select(1, k).copy_(q);
       ids.select(1, k).copy_(sample.call(q, uniforms->select(1, k)));
     }
-    for (int64_t r = 0; r < rows; ++r)
+    for (int64_t r = 0; r < rows; ++r) {
       before[r] = vocabulary_ ? vocabulary.const_data_ptr<int64_t>()[id[r * length + k]] : id[r * length + k];
+      if (history) copiers[r].append(before[r]);
+    }
   }
   return {ids, largest, probs};
 }
@@ -250,8 +321,8 @@ void filter_rows_(Tensor& probs, const optional<Tensor>& top_k_, const optional<
 TORCH_LIBRARY_FRAGMENT(surefoot, m) {
   m.def(
       "draft_block(Tensor base, Tensor anchors, Tensor? table, Tensor? packed, Tensor? scale, Tensor? vocabulary, "
-      "Tensor? temperature, Tensor? uniforms, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? sharpness) -> (Tensor, Tensor, "
-      "Tensor)");
+      "Tensor? temperature, Tensor? uniforms, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? sharpness, Tensor? history, "
+      "Tensor? slots, Tensor? lengths, Tensor? shares, Tensor? columns) -> (Tensor, Tensor, Tensor)");
   m.def("filter_rows_(Tensor(a!) probs, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> ()");
 }
 

@@ -21,6 +21,7 @@ def draft_block(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
     sharpness: Tensor | None = None,
+    copying: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw G tokens for each of R requests, where every token corrects the logits of the next one. Native kernels only.
 
@@ -36,6 +37,9 @@ def draft_block(
         temperature, uniforms: [R] float32 and [R, G] in [0, 1), for drawing; None takes the (first) largest logit.
         top_k, top_p, min_p: [R] each, see `filter_rows`; only with `temperature`.
         sharpness: [G] float32 > 0, position k is drawn at temperature / sharpness[k - 1] (None: 1 everywhere).
+        copying: history [S, L], slots [R] and lengths [R] int64 (the anchor stands at history[slot, length]), shares of
+            copies by match length, float32, and the column of every target id, int64 with -1 for none (None: the
+            identity): logits are raised as by `drafters.copying`. None: nothing is copied.
 
     Returns:
         ids: [R, G] int64, drawn columns.
@@ -46,8 +50,9 @@ def draft_block(
     if correction is not None:
         table, packed, scale = correction[0], correction[1].weight, correction[1].scale
     ids, largest, probs = torch.ops.surefoot.draft_block(
-        base, anchors, table, packed, scale, vocabulary, temperature, uniforms, top_k, top_p, min_p, sharpness
-    )
+        base, anchors, table, packed, scale, vocabulary, temperature, uniforms, top_k, top_p, min_p, sharpness,
+        *(copying or (None,) * 5),
+    )  # fmt: skip
     return ids, largest, None if temperature is None else probs
 
 

@@ -1,4 +1,4 @@
-"""`surefoot calibrate`: what a drafter's confidence head says, against what the target then accepted."""
+"""`surefoot calibrate`: what the target writes, for a drafter to be judged by."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.bench.prompts import BenchPrompt, chat_tokens
 from surefoot.drafters.dspark import DSparkDrafter
-from surefoot.engine.trace import StepReport
 from surefoot.errors import CalibrationError
 from surefoot.sampling import SamplingParams
 from surefoot.training.forced import Text
-from surefoot.training.measure import Blocks, note_blocks
 from surefoot.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,49 +28,35 @@ def require_head(drafter: Drafter | None) -> DSparkDrafter:
     return drafter
 
 
-def collect(
+def write_texts(
     llm: LLM, prompts: Sequence[BenchPrompt], params: SamplingParams, progress: Progress, span: tuple[float, float]
-) -> tuple[Blocks, list[Text]]:
-    """Answer all prompts, turn by turn, with every draft verified: the blocks, and what was written.
+) -> list[Text]:
+    """Answer all prompts, turn by turn: what was written.
 
     Args:
-        llm: made with `cost_table="none"`, so that it verifies everything.
         params: of every answer.
         span: which part of `progress` this is.
     """
-    blocks, texts = Blocks(llm.engine.gamma), list[Text]()
-
-    def observe(report: StepReport) -> None:
-        note_blocks(report, params.temperature, lambda request: blocks)
-
-    llm.engine.add_observer(observe)
-    try:
-        conversations: list[list[dict[str, str]]] = [[] for _ in prompts]
-        rounds = max(len(prompt.turns) for prompt in prompts)
-        for turn in range(rounds):
-            asked = [index for index, prompt in enumerate(prompts) if turn < len(prompt.turns)]
-            questions: list[Any] = []
-            for index in asked:
-                prompt, messages = prompts[index], conversations[index]
-                messages.append({"role": "user", "content": prompt.turns[turn]})
-                chats = prompt.chat and getattr(llm.tokenizer, "chat_template", None)
-                questions.append(chat_tokens(llm.tokenizer, messages) if chats else prompt.turns[turn])
-            done = 0
-            for first in range(0, len(asked), size := 4 * llm.engine.config.max_num_seqs):
-                some = slice(first, first + size)
-                for index, output in zip(
-                    asked[some], llm.generate(questions[some], params, progress=False), strict=True
-                ):
-                    conversations[index].append({"role": "assistant", "content": output.text})
-                    start = len(output.prompt_token_ids)
-                    texts.append(Text((*output.prompt_token_ids, *output.token_ids), start, params.temperature))
-                    done += 1
-                share = (turn + done / len(asked)) / rounds
-                progress.update(
-                    span[0] + (span[1] - span[0]) * share, f"{len(texts)} texts, {len(blocks.accepted)} blocks"
-                )
-    finally:
-        llm.engine.remove_observer(observe)
-    if not blocks.accepted:
-        raise CalibrationError("no block was drafted: give longer or more prompts, or raise --max-tokens")
-    return blocks, texts
+    texts: list[Text] = []
+    conversations: list[list[dict[str, str]]] = [[] for _ in prompts]
+    rounds = max(len(prompt.turns) for prompt in prompts)
+    for turn in range(rounds):
+        asked = [index for index, prompt in enumerate(prompts) if turn < len(prompt.turns)]
+        questions: list[Any] = []
+        for index in asked:
+            prompt, messages = prompts[index], conversations[index]
+            messages.append({"role": "user", "content": prompt.turns[turn]})
+            chats = prompt.chat and getattr(llm.tokenizer, "chat_template", None)
+            questions.append(chat_tokens(llm.tokenizer, messages) if chats else prompt.turns[turn])
+        done = 0
+        for first in range(0, len(asked), size := llm.engine.config.max_num_seqs):
+            some = slice(first, first + size)
+            outputs = llm.generate(questions[some], params, progress=False)
+            for index, output in zip(asked[some], outputs, strict=True):
+                conversations[index].append({"role": "assistant", "content": output.text})
+                start = len(output.prompt_token_ids)
+                texts.append(Text((*output.prompt_token_ids, *output.token_ids), start, params.temperature))
+                done += 1
+            share = (turn + done / len(asked)) / rounds
+            progress.update(span[0] + (span[1] - span[0]) * share, f"{len(texts)} texts")
+    return texts

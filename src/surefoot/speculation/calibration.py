@@ -10,6 +10,9 @@ Both inputs of position k depend on the context and x_<k alone, so the confidenc
 *Sharpness* is for drawing: position k is drawn at the request's temperature divided by it. A drafter is blunter than its
 target, and what is accepted, the sum of min(p, q), grows when q is made a little sharper. Acceptance divides by the very q
 that was drawn from, so that any value is exact; confidences are fitted for it.
+
+*Copying* is for drawing, too: what share of a draft distribution belongs to the token that followed the last time the text
+looked like this, by how many tokens alike (`drafters/copying.py`).
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class Calibration:
         weights: [2, 3, gamma] float32 of head logit, signal and 1; the first for temperature 0, the second for 1 and more,
             in proportion in between. Without fitted ones they say what the temperatures say.
         sharpness: [gamma] float32 > 0; None: every position is drawn as it is.
+        copying: [M + 1] float32 in [0, 1) by match length, 0 first; None: nothing is copied.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Calibration:
         *,
         weights: npt.ArrayLike | Tensor | None = None,
         sharpness: Sequence[float] | Tensor | None = None,
+        copying: Sequence[float] | Tensor | None = None,
     ) -> None:
         values = torch.as_tensor(temperatures, dtype=torch.float32)
         if values.ndim != 1 or not values.numel():
@@ -87,6 +92,12 @@ class Calibration:
                     f"draft_sharpness must be {self.gamma} positive numbers, got {len(sharp)}: {_shortest(sharp)}"
                 )
             self.sharpness = sharp.to(device, copy=True)
+        self.copying: Tensor | None = None
+        if copying is not None:
+            shares = torch.as_tensor(copying, dtype=torch.float32)
+            if not len(shares) or shares[0] != 0 or not bool(((shares >= 0) & (shares < 1)).all()):
+                raise CalibrationError(f"copying must be numbers of 0 to below 1, 0 first; got {_shortest(shares)}")
+            self.copying = shares.to(device, copy=True)
         self.provenance = provenance or Provenance()
 
     @classmethod
@@ -141,11 +152,13 @@ class Calibration:
             self.temperatures.device,
             weights=None if self.is_plain else self.weights[..., :gamma],
             sharpness=None if self.sharpness is None else self.sharpness[:gamma],
+            copying=self.copying,
         )
 
     def uncalibrated(self) -> Calibration:
         """The same draws, and the head's own confidences."""
-        return Calibration([1.0] * self.gamma, device=self.temperatures.device, sharpness=self.sharpness)
+        device = self.temperatures.device
+        return Calibration([1.0] * self.gamma, device=device, sharpness=self.sharpness, copying=self.copying)
 
     def update(self, other: Calibration) -> None:
         """Take over the values of `other` in place. Raises `CalibrationError` for another gamma."""
@@ -153,7 +166,9 @@ class Calibration:
         self.temperatures.copy_(other.temperatures, non_blocking=True)
         self.weights.copy_(other.weights, non_blocking=True)
         self.is_plain = other.is_plain
-        self.sharpness = None if other.sharpness is None else other.sharpness.to(self.weights.device, copy=True)
+        device = self.weights.device
+        self.sharpness = None if other.sharpness is None else other.sharpness.to(device, copy=True)
+        self.copying = None if other.copying is None else other.copying.to(device, copy=True)
         self.host = other.host.copy()
         self.provenance = other.provenance
 
@@ -166,7 +181,7 @@ class Calibration:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Our form: SGLang's fields and "format", "version", "gamma", "drafter"; "confidence" and "draft_sharpness" if fitted."""
+        """Our form: SGLang's fields and "format", "version", "gamma", "drafter"; what else is fitted."""
         data = {
             "format": FORMAT,
             "version": 1,
@@ -182,6 +197,8 @@ class Calibration:
             }
         if self.sharpness is not None:
             data["draft_sharpness"] = _shortest(self.sharpness)
+        if self.copying is not None:
+            data["copying"] = _shortest(self.copying)
         return data
 
     def to_sglang(self) -> dict[str, Any]:
@@ -222,7 +239,9 @@ class Calibration:
             raise CalibrationError(f"malformed calibration file: {problem}") from problem
         if len(raw) != gamma:
             cls(raw).require(gamma)
-        return cls(raw, provenance, device, weights=_weights(data.get("confidence")), sharpness=_sharpness(data))
+        sharpness, copying = _numbers(data, "draft_sharpness"), _numbers(data, "copying")
+        weights = _weights(data.get("confidence"))
+        return cls(raw, provenance, device, weights=weights, sharpness=sharpness, copying=copying)
 
     def save(self, path: str | Path) -> None:
         """Write our form, whole or not at all."""
@@ -258,10 +277,10 @@ def _weights(raw: Any) -> list[list[list[float]]] | None:
     return weights
 
 
-def _sharpness(data: dict[str, Any]) -> list[float] | None:
-    raw = data.get("draft_sharpness")
+def _numbers(data: dict[str, Any], name: str) -> list[float] | None:
+    raw = data.get(name)
     if raw is not None and not (isinstance(raw, list) and all(_is_number(value) for value in raw)):
-        raise CalibrationError(f"'draft_sharpness' of a calibration file is a list of gamma numbers; got {raw!r}")
+        raise CalibrationError(f"'{name}' of a calibration file is a list of numbers; got {raw!r}")
     return raw
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import DraftContext
+from surefoot.drafters.copying import Copier, fit_shares
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.kernels.packing import FlatBatch
 from surefoot.kernels.sampling import softmax_rows
@@ -51,6 +52,9 @@ class TextBlocks:
     chance: Floats  # [N, gamma, S] that the text's token is drafted and accepted, by sharpness; 0 behind the text
     overlap: Floats  # [N, gamma, S] sum of min(p, q): that chance before the token is known; 0 behind the text
     known: npt.NDArray[np.bool_]  # [N, gamma] whether the text reaches that far
+    own: Floats  # [N, gamma] the draft probability of the text's token at temperature 1 and sharpness 1
+    match: npt.NDArray[np.int64]  # [N, gamma] length of the match that names a copy among the drafter's words; 0: none
+    copied: npt.NDArray[np.bool_]  # [N, gamma] whether the copy is the text's token
     sharpness: tuple[float, ...]  # [S]
 
     def visits(self, chance: Floats) -> Floats:
@@ -67,6 +71,22 @@ class TextBlocks:
                     alive *= chance[row, k]
                 met[at + gamma + 1 if at + gamma + 1 < len(met) else -1] += alive
         return found
+
+    def shares(self) -> list[float]:
+        """How much of the draft distribution copies should have, by match length, if the drafter copied nothing so far."""
+        return fit_shares(self.match[self.known], self.copied[self.known], self.own[self.known])
+
+    def met(self, chance: Floats, generator: np.random.Generator) -> tuple[npt.NDArray[np.int64], ...]:
+        """One run of the loop: the blocks it drafts at, how many positions of each are accepted, and how many are known."""
+        rows, accepted, known = [], [], self.known.sum(1)
+        for first, last in _runs(self.text):
+            row = first
+            while row < last:
+                rows.append(row)
+                passed = generator.random(known[row]) < chance[row, : known[row]]
+                accepted.append(int(passed.cumprod().sum()))
+                row += accepted[-1] + 1
+        return np.array(rows), np.array(accepted), known[rows]
 
     def reached(self, chance: Floats) -> Floats:
         """[N, gamma] probability that the loop meets a block and accepts everything in front of a position; 0 if unknown."""
@@ -120,6 +140,7 @@ class _Follower:
             place = torch.searchsorted(vocabulary[order], tokens.contiguous()).clamp(max=len(order) - 1)
             self.words = order[place]
             self.inside = vocabulary[self.words] == tokens
+        self.own: list[Tensor] = []  # by position, [R]
         self.chance: list[Tensor] = []  # by position, [R, S]
         self.overlap: list[Tensor] = []
 
@@ -133,6 +154,7 @@ class _Follower:
         p, word = self.probs[:, k - 1], self.words[:, k - 1].unsqueeze(1)
         of_text = p.gather(1, word).squeeze(1).clamp(min=torch.finfo(torch.float32).tiny)
         chances, overlaps = [], []
+        self.own.append(softmax_rows(logits).gather(1, word).squeeze(1) * self.inside[:, k - 1])
         for sharp in self.sharpness:
             q = softmax_rows(logits, self.temperature / sharp)
             overlaps.append(torch.minimum(p, q).sum(-1))
@@ -155,11 +177,12 @@ def follow(
     """Ask the drafter at every emitted token of every text but the last.
 
     Args:
-        drafter: bound to `target`, with a confidence head, and without a calibration: its logits are its head's own.
+        drafter: bound to `target`, with a confidence head, whose logits are the head's own: without a calibration, or with
+            an `uncalibrated` one.
         texts: of at least two emitted tokens each.
         span: which part of `progress` this is.
     """
-    assert drafter.calibration is None
+    assert drafter.calibration is None or drafter.calibration.is_plain
     longest = max(len(text.tokens) for text in texts)
     words = target.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
     emitted = max(len(text.tokens) - text.start for text in texts)
@@ -239,6 +262,12 @@ class _Reader:
             tokens = self.history[slots.unsqueeze(1), ahead]
             window = stacked[slots, step : step + gamma]
             follower = _Follower(tokens, window, heats[slots], self.sharpness, vocabulary)
+            copier, match, copied = Copier(context, gamma), [], []
+            for k in range(gamma):
+                copy, length = copier.copies()
+                match.append(torch.where(self.drafter.model.column(copy) >= 0, length, 0))
+                copied.append(copy == tokens[:, k])
+                copier.append(tokens[:, k])
             draft = self.drafter.propose(context, follower)
             assert draft.confidence_logits is not None
             assert draft.signal is not None
@@ -249,6 +278,7 @@ class _Reader:
                 "logits": draft.confidence_logits, "signal": draft.signal, "known": known,
                 "chance": torch.stack(follower.chance, 1) * known.unsqueeze(-1),
                 "overlap": torch.stack(follower.overlap, 1) * known.unsqueeze(-1),
+                "own": torch.stack(follower.own, 1), "match": torch.stack(match, 1), "copied": torch.stack(copied, 1),
             }  # fmt: skip
             for row, slot in enumerate(slots.tolist()):
                 kept[slot].append({name: value[row] for name, value in values.items()})
@@ -257,7 +287,7 @@ class _Reader:
             fields = {name: torch.stack([block[name] for block in blocks]).cpu() for name in blocks[0]}
             found.append(
                 {
-                    name: value.numpy() if value.dtype == torch.bool else value.to(torch.float64).numpy()
+                    name: value.to(torch.float64).numpy() if value.is_floating_point() else value.numpy()
                     for name, value in fields.items()
                 }
                 | {"text": np.full(len(blocks), number), "temperature": np.full(len(blocks), text.temperature)}

@@ -15,7 +15,7 @@ from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine, EngineConfig
 from surefoot.engine.trace import StepReport
-from surefoot.errors import ConfigurationError
+from surefoot.errors import CalibrationError, ConfigurationError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.calibration import (
     Calibration,
@@ -32,6 +32,7 @@ from surefoot.training.forced import Text, choose_sharpness, follow
 from surefoot.training.progress import Progress
 
 WEIGHTS = "model.safetensors"
+COPYING_TEXTS = 48  # about so many texts tell how far copies are to be trusted
 WRITING = 0.75  # share of a calibration's time that goes into the texts
 
 
@@ -210,14 +211,14 @@ def calibrate(
     """
     assert isinstance(engine.drafter, DSparkDrafter)
     engine.drafter.calibration = None  # whatever lies beside it
-    pooled, texts = Blocks(engine.gamma), list[Text]()
+    texts: list[Text] = []
     share = WRITING / len(temperatures)
     for number, temperature in enumerate(temperatures):
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         span = (number * share, (number + 1) * share)
-        pooled.merge(watch(engine, {dataset: prompts}, params, progress, span=span, texts=texts)[dataset])
-    fitted = fit_calibration(
-        engine.target, engine.drafter, pooled, texts, progress, dataset=dataset, name=weights_digest(drafter)
+        watch(engine, {dataset: prompts}, params, progress, span=span, texts=texts)
+    fitted, _ = fit_calibration(
+        engine.target, engine.drafter, texts, progress, dataset=dataset, name=weights_digest(drafter)
     )
     provenance = fitted.provenance
     record: dict[str, object] = {
@@ -231,37 +232,49 @@ def calibrate(
 
 
 def fit_calibration(
-    target: Target,
-    drafter: DSparkDrafter,
-    blocks: Blocks,
-    texts: Sequence[Text],
-    progress: Progress,
-    *,
-    dataset: str,
-    name: str,
-) -> Calibration:
-    """Sharpness and weights from what `drafter` says along `texts`; temperatures from the `blocks` of the real loop.
+    target: Target, drafter: DSparkDrafter, texts: Sequence[Text], progress: Progress, *, dataset: str, name: str
+) -> tuple[Calibration, Blocks]:
+    """Everything there is to fit, from what `drafter` says along `texts`.
 
-    The provenance carries the calibration error of the survival in those blocks before and after.
+    Copying comes first, because all else depends on it, from some of the texts; then sharpness, then confidences.
 
     Args:
-        drafter: bound to `target`, with a head, and without a calibration while the blocks were drafted.
-        blocks: verified whole.
+        drafter: bound to `target`, with a head, and without a calibration.
         name: what the calibration is for.
+
+    Returns:
+        The calibration, whose provenance carries the calibration error of the survival before and after; and the blocks that
+        is measured on: those which a loop that draws as calibrated meets along the texts.
+
+    Raises:
+        CalibrationError: no text of two tokens.
     """
-    plain = fit_temperatures(blocks.confidence_logits(), blocks.outcomes, dataset=dataset, drafter=name)
     written = [text for text in texts if len(text.tokens) > text.start + 1]
-    seen = follow(target, drafter, written, progress, span=(WRITING, 1.0))
+    if not written:
+        raise CalibrationError("no block was drafted: give longer or more prompts, or raise --max-tokens")
+    some = written[:: max(1, len(written) // COPYING_TEXTS)]
+    middle = WRITING + (1 - WRITING) * len(some) / (len(some) + len(written))
+    gamma = drafter.gamma
+    try:
+        alone = follow(target, drafter, some, progress, sharpness=(1.0,), span=(WRITING, middle))
+        drafter.calibration = Calibration([1.0] * gamma, device=target.device, copying=alone.shares())
+        copying = drafter.calibration.copying
+        seen = follow(target, drafter, written, progress, span=(middle, 1.0))
+    finally:
+        drafter.calibration = None
     level = choose_sharpness(seen)
-    reached = seen.reached(seen.chance[:, :, level])
+    chance = seen.chance[:, :, level]
+    rows, accepted, known = seen.met(chance, np.random.default_rng(0))
+    columns = (seen.temperature, seen.logits, seen.signal)
+    met = Blocks(gamma, accepted.tolist(), known.tolist(), *(column[rows].tolist() for column in columns))
+    plain = fit_temperatures(met.confidence_logits(), met.outcomes)
+    reached = seen.reached(chance)
     weights = fit_weights(seen.logits, seen.signal, seen.temperature, seen.overlap[:, :, level], reached)
-    sharpness = None if seen.sharpness[level] == 1 else [seen.sharpness[level]] * plain.gamma
-    fitted = Calibration(plain.temperatures, weights=weights, sharpness=sharpness)
-    before, after = (
-        tuple(q.ece for q in blocks.quality(calibration)) for calibration in (fitted.uncalibrated(), fitted)
-    )
-    fitted.provenance = Provenance(dataset, len(blocks.accepted), name, before, after)
-    return fitted
+    sharpness = None if seen.sharpness[level] == 1 else [seen.sharpness[level]] * gamma
+    fitted = Calibration(plain.temperatures, weights=weights, sharpness=sharpness, copying=copying)
+    before, after = (tuple(q.ece for q in met.quality(judge)) for judge in (fitted.uncalibrated(), fitted))
+    fitted.provenance = Provenance(dataset, len(rows), name, before, after)
+    return fitted, met
 
 
 def describe_blocks(blocks: Blocks, calibration: Calibration | None) -> dict[str, object]:

@@ -112,6 +112,17 @@ def test_a_cache_of_another_dtype_is_served_by_the_parts():
 
 
 @needs_native
+def test_half_precision_is_served_by_the_parts():
+    model = random_model("qwen2")
+    expected = logits(Target(copy.deepcopy(model)), list(range(5, 25)))
+    model.half()
+    assert "fused-layers" in optimise(model)
+    actual = logits(Target(model), list(range(5, 25)))
+    assert actual.dtype == torch.float16
+    torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+@needs_native
 def test_layers_with_unknown_parts_are_left_alone():
     model = random_model("qwen2")
     model.model.layers[1].mlp.act_fn = nn.ReLU()

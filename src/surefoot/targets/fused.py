@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surefoot.kernels import native
 from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm, rotary
 from surefoot.kernels.linear import PackedLinear, Quantization
 from surefoot.kernels.row_linear import RowLinear
@@ -143,9 +144,10 @@ class FusedLayer(nn.Module):
         return [attention.qkv_proj, attention.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj]
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:  # [1, T, hidden]
-        step = options.get(STEP_ARGUMENT)
-        if isinstance(step, PagedStep) and not torch.compiler.is_compiling() and step.stores(hidden_states.dtype):
-            return self._native(hidden_states[0], step, *options["position_embeddings"])[None]
+        step, rotation, dtype = options.get(STEP_ARGUMENT), options["position_embeddings"], hidden_states.dtype
+        native_takes = dtype in native.DTYPES and rotation[0].dtype == dtype and not torch.compiler.is_compiling()
+        if native_takes and isinstance(step, PagedStep) and step.stores(dtype):
+            return self._native(hidden_states[0], step, *rotation)[None]
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
         if self.four_norms:
             hidden_states = hidden_states + self.post_attention_layernorm(attended)

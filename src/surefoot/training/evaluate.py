@@ -109,6 +109,7 @@ def evaluate(
         "unseen": check,
         "calibrated": fitted is not None,
         "draft_sharpness": None if fitted is None or fitted.sharpness is None else fitted.sharpness.tolist(),
+        "copying": None if fitted is None or fitted.copying is None else fitted.copying.tolist(),
         "results": {},
     }
     everything: dict[str, Blocks] = {}
@@ -150,7 +151,7 @@ def card(report: dict[str, Any]) -> str:
         f"# {Path(report['drafter']).name}: a drafter for {report['target']}",
         "",
         f"gamma {gamma}, weights `{report['weights'][:19]}`, texts of {report['max_tokens']} tokens. "
-        f"Training data: {report['unseen']}." + _sharpness(report.get("draft_sharpness")),
+        f"Training data: {report['unseen']}." + _drawing(report),
         "",
         "## Acceptance in the real loop",
         "",
@@ -190,11 +191,16 @@ def card(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sharpness(fitted: list[float] | None) -> str:
-    if fitted is None:
-        return ""
-    values = ", ".join(f"{value:g}" for value in (fitted[:1] if len(set(fitted)) == 1 else fitted))
-    return f" Drafts at temperatures above 0 are drawn at the temperature divided by {values}."
+def _drawing(report: dict[str, Any]) -> str:
+    """How the calibration has the drafter draw."""
+    text = ""
+    if sharp := report.get("draft_sharpness"):
+        values = ", ".join(f"{value:g}" for value in (sharp[:1] if len(set(sharp)) == 1 else sharp))
+        text += f" Drafts at temperatures above 0 are drawn at the temperature divided by {values}."
+    if shares := report.get("copying"):
+        values = ", ".join(f"{share:.2f}" for share in shares[1:])
+        text += f" Copies have these shares of a draft distribution, by match length from 1 on: {values}."
+    return text
 
 
 def _text(value: float | None, digits: int = 3) -> str:

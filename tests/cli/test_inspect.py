@@ -117,7 +117,7 @@ def test_the_calibration_beside_a_drafter_is_read(run: Callable[..., Any], check
     shutil.copytree(checkpoints / "drafter", drafter)
     assert "make one with 'surefoot calibrate'" in " ".join(run("inspect", str(drafter)).stdout.split())
     Calibration([1.5, 1.0, 0.5], Provenance(dataset="lullabies")).save(drafter / "calibration.json")
-    assert "made from lullabies" in run("inspect", str(drafter)).stdout
+    assert "made from lullabies prompts" in run("inspect", str(drafter)).stdout
     Calibration([1.5, 1.0]).save(drafter / "calibration.json")  # of another gamma
     result = run("inspect", str(drafter))
     assert result.exit_code == 1

@@ -284,6 +284,7 @@ def test_calibrating_reads_nothing_from_the_device() -> None:
         ("draft_sharpness", [0.0], "positive numbers"),
         ("copying", 0.5, "list of numbers"),
         ("copying", [], "0 first"),
+        ("copying", [0.0], "two or more"),
         ("copying", [0.1, 0.2], "0 first"),
         ("copying", [0.0, 1.0], "below 1"),
         ("copying", [0.0, -0.1], "0 to below 1"),

@@ -112,6 +112,21 @@ def test_a_cache_of_another_dtype_is_served_by_the_parts():
 
 
 @needs_native
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_norms_of_another_dtype_are_served_by_the_parts(kind):
+    model = random_model(kind).to(torch.bfloat16)
+    ids = list(range(5, 25))
+    expected = logits(Target(copy.deepcopy(model)), ids)
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.float()
+    applied = optimise(model)
+    assert "fused-attention" in applied
+    actual = logits(Target(model), ids)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=5e-2, atol=5e-2 * float(expected.abs().max()))
+
+
+@needs_native
 def test_half_precision_is_served_by_the_parts():
     model = random_model("qwen2")
     expected = logits(Target(copy.deepcopy(model)), list(range(5, 25)))

@@ -122,6 +122,21 @@ def test_visits_follow_the_walk() -> None:
     np.testing.assert_allclose(seen.reached(chance)[:, 1], [0.5, second * 0.9, 0, 0.4])
 
 
+def test_a_copy_that_the_drafter_has_no_word_for_does_not_count() -> None:
+    """It could not be drafted: a share fitted to it would be too high."""
+    target = tiny_target("llama")
+    drafter = tiny_dspark(target, GAMMA, draft_vocab_size=40)
+    words = set(drafter.vocabulary.tolist())
+    known, unknown = min(words), min(set(range(target.vocab_size)) - words)
+    text = Text((known, unknown, known, unknown, known, unknown, known), 1, 0.0)
+    seen = follow(target, drafter, [text], Progress("test", False))
+    position = np.arange(2, 7)[:, None] + np.arange(GAMMA)  # in the text, of every block's drafts
+    right = np.where(position < 7, position % 2 == 0, False)  # those behind an unknown token are known
+    assert (seen.match[right] > 0).sum() > 0
+    assert seen.copied[right & (position > 2)].all()
+    assert not seen.match[(position < 7) & ~right].any()
+
+
 def test_a_whole_vocabulary_needs_no_words() -> None:
     target = tiny_target("llama")
     drafter = tiny_dspark(target, GAMMA)

@@ -1,4 +1,4 @@
-"""`surefoot calibrate`: fit how sharply a drafter draws, and its confidences, on prompts."""
+"""`surefoot calibrate`: fit how a drafter copies, how sharply it draws, and its confidences, on prompts."""
 
 from __future__ import annotations
 

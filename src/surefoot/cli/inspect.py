@@ -144,7 +144,12 @@ def _describe_calibration(directory: Path, gamma: int) -> tuple[str, list[str]]:
         fitted = Calibration.load(path, gamma)
     except CalibrationError as problem:
         return f"cannot be used: {problem}", [str(problem)]
-    return f"made from {fitted.provenance.dataset or 'texts that it does not name'}", []
+    parts = [f"made from {fitted.provenance.dataset or 'unnamed'} prompts ({fitted.provenance.num_samples} blocks)"]
+    if fitted.copying is not None:
+        parts.append(f"copies get up to {float(fitted.copying.max()):.0%} of a draft distribution")
+    if fitted.sharpness is not None:
+        parts.append(f"drafts above temperature 0 are drawn {float(fitted.sharpness[0]):g} times as sharply")
+    return "; ".join(parts), []
 
 
 def _show(report: Mapping[str, Mapping[str, Any]]) -> None:

@@ -73,10 +73,10 @@ def raise_copies(logits: Tensor, probs: Tensor, columns: Tensor, shares: Tensor)
         columns: [R] int64, the copy's column; -1 where there is none among the drafter's words.
         shares: [R] float32 in [0, 1).
     """
-    share, column = shares.unsqueeze(1), columns.clamp(min=0).unsqueeze(1)
+    share, column = shares.double().unsqueeze(1), columns.clamp(min=0).unsqueeze(1)
     own, old = probs.gather(1, column), logits.gather(1, column)
-    normaliser = logits.amax(1, keepdim=True) - probs.amax(1, keepdim=True).log()
-    raised = normaliser + (own + share / (1 - share)).log()  # against the others at 1 - r of what they were
+    normaliser = logits.amax(1, keepdim=True) - probs.amax(1, keepdim=True).double().log()
+    raised = (normaliser + (own + share / (1 - share)).log()).float()  # against the others at 1 - r of what they were
     return logits.scatter(1, column, torch.where((columns.unsqueeze(1) >= 0) & (share > 0), raised, old))
 
 

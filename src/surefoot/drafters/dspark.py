@@ -603,7 +603,8 @@ class DSparkDrafter:
         """Draft gamma tokens behind each anchor; `signal` is the log-odds of the likeliest token in the softmax of
         the corrected logits: how far it stands out from all others together, whatever the request's temperature.
 
-        With a `calibration`, positions are drawn as sharply as it says, and confidences come out calibrated.
+        With a `calibration`, the logits are mixed with copies and positions drawn as sharply as it says, and confidences come
+        out calibrated.
         """
         anchor = context.history[context.slots, context.lengths]
         depth = self.gamma if context.depth is None else min(context.depth, self.gamma)

@@ -18,6 +18,7 @@
 
 #ifdef __linux__
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #ifndef SUREFOOT_NAMESPACE
@@ -384,7 +385,7 @@ void interleave(const std::vector<Tensor>& weights, E* to, int64_t panels, int64
 // megabytes, and where each lies on its own, or in memory that was used before, much of it ends up on small pages, whose
 // addresses are looked up all the time.
 struct Mapping {
-  static constexpr size_t HUGE_PAGE = 2 << 20, SIZE = 256 << 20, PAGE = 4096;
+  static constexpr size_t HUGE_PAGE = 2 << 20, SIZE = 256 << 20;
   char *all, *begin;
   size_t reserved, size, used = 0;
   explicit Mapping(size_t bytes) : reserved(std::max(bytes, SIZE) + HUGE_PAGE), size(reserved - HUGE_PAGE) {
@@ -401,7 +402,8 @@ Tensor lasting(const std::vector<int64_t>& shape, const at::TensorOptions& optio
   static std::weak_ptr<Mapping> latest;  // lives as long as its tensors
   size_t bytes = options.dtype().itemsize();
   for (const int64_t extent : shape) bytes *= extent;
-  bytes = (bytes + Mapping::PAGE - 1) / Mapping::PAGE * Mapping::PAGE;
+  const size_t page = sysconf(_SC_PAGESIZE);  // what is given back are whole pages: nobody may share one
+  bytes = (bytes + page - 1) / page * page;
   const std::lock_guard<std::mutex> guard(alone);
   std::shared_ptr<Mapping> mapping = latest.lock();
   if (!mapping || mapping->size - mapping->used < bytes) latest = mapping = std::make_shared<Mapping>(bytes);

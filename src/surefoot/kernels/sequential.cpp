@@ -121,7 +121,7 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
                                                const optional<Tensor>& uniforms, const optional<Tensor>& top_k,
                                                const optional<Tensor>& top_p, const optional<Tensor>& min_p,
                                                const optional<Tensor>& sharpness, const optional<Tensor>& history,
-                                               const optional<Tensor>& slots, const optional<Tensor>& lengths,
+                                               const optional<Tensor>& slots_, const optional<Tensor>& lengths_,
                                                const optional<Tensor>& shares_, const optional<Tensor>& columns_) {
   static const auto linear = operation<Tensor(const Tensor&, const Tensor&, int64_t, const optional<Tensor>&,
                                               const optional<Tensor>&)>("surefoot::linear");
@@ -139,19 +139,21 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
   TORCH_CHECK(!vocabulary_ || (vocabulary.numel() == size && vocabulary.scalar_type() == at::kLong),
               "vocabulary is int64 [", size, "]");
   TORCH_CHECK(!sharpness || sharpness->numel() >= length, "sharpness is [", length, "]");
-  TORCH_CHECK(history.has_value() == shares_.has_value() && history.has_value() == slots.has_value() &&
-                  history.has_value() == lengths.has_value(),
+  TORCH_CHECK(history.has_value() == shares_.has_value() && history.has_value() == slots_.has_value() &&
+                  history.has_value() == lengths_.has_value(),
               "history, slots, lengths and shares come together");
   const Tensor shares = shares_ ? shares_->contiguous() : Tensor(), columns = columns_ ? columns_->contiguous() : Tensor();
   std::vector<Copier> copiers;
   if (history) {
-    for (const Tensor* t : {&*history, &*slots, &*lengths})
-      TORCH_CHECK(t->scalar_type() == at::kLong && t->stride(-1) == 1, "history, slots and lengths are dense int64");
-    TORCH_CHECK(slots->numel() == rows && lengths->numel() == rows && shares.scalar_type() == at::kFloat && shares.numel() > 1 &&
+    for (const Tensor* t : {&*history, &*slots_, &*lengths_})
+      TORCH_CHECK(t->scalar_type() == at::kLong, "history, slots and lengths are int64");
+    TORCH_CHECK(history->stride(1) == 1, "rows of the history are dense");
+    const Tensor slots = slots_->contiguous(), lengths = lengths_->contiguous();
+    TORCH_CHECK(slots.numel() == rows && lengths.numel() == rows && shares.scalar_type() == at::kFloat && shares.numel() > 1 &&
                     (!columns_ || columns.scalar_type() == at::kLong),
                 "slots and lengths are [", rows, "], shares float32, columns int64");
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t slot = slots->const_data_ptr<int64_t>()[r], length = lengths->const_data_ptr<int64_t>()[r];
+      const int64_t slot = slots.const_data_ptr<int64_t>()[r], length = lengths.const_data_ptr<int64_t>()[r];
       TORCH_CHECK(slot >= 0 && slot < history->size(0) && length >= 0 && length < history->size(1), "a request outside the history");
       copiers.emplace_back(history->const_data_ptr<int64_t>() + slot * history->stride(0), length + 1, shares.numel() - 1);
     }
@@ -197,7 +199,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
       const float* p = plain.const_data_ptr<float>() + r * size;
       const float best = to[r * size + chosen];
       float* logit = to + r * size + column;
-      *logit = best - std::log(p[chosen]) + std::log(p[column] + share / (1 - share));
+      const double odds = share / (1.0 - share);  // in float64, for the bits of `raise_copies`
+      *logit = (float)(best - std::log((double)p[chosen]) + std::log(p[column] + odds));
       if (*logit > best || (*logit == best && column < chosen)) chosen = column;
       raised = true;
     }

@@ -95,8 +95,11 @@ class Calibration:
         self.copying: Tensor | None = None
         if copying is not None:
             shares = torch.as_tensor(copying, dtype=torch.float32)
-            if not len(shares) or shares[0] != 0 or not bool(((shares >= 0) & (shares < 1)).all()):
-                raise CalibrationError(f"copying must be numbers of 0 to below 1, 0 first; got {_shortest(shares)}")
+            plain = shares.ndim == 1 and len(shares) > 1 and shares[0] == 0
+            if not plain or not bool(((shares >= 0) & (shares < 1)).all()):
+                raise CalibrationError(
+                    f"copying must be two or more numbers of 0 to below 1, 0 first; got {shares.tolist()}"
+                )
             self.copying = shares.to(device, copy=True)
         self.provenance = provenance or Provenance()
 

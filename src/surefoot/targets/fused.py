@@ -127,7 +127,9 @@ class FusedLayer(nn.Module):
         if len(packed) < 4 or any(kernel is None or kernel.namespace != "surefoot" for kernel in packed):
             return False
         norms = [norm for norm in cls._norms(layer) if norm is not None]
-        return all(isinstance(n, FusedNorm) for n in norms) and len({(n.eps, n.unit_offset) for n in norms}) == 1
+        if not all(isinstance(norm, FusedNorm) for norm in norms):
+            return False
+        return len({(norm.eps, norm.unit_offset, norm.weight.dtype) for norm in norms}) == 1
 
     @staticmethod
     def _norms(layer: Any) -> list[Any]:
@@ -145,8 +147,8 @@ class FusedLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:  # [1, T, hidden]
         step, rotation, dtype = options.get(STEP_ARGUMENT), options["position_embeddings"], hidden_states.dtype
-        native_takes = dtype in native.DTYPES and rotation[0].dtype == dtype and not torch.compiler.is_compiling()
-        if native_takes and isinstance(step, PagedStep) and step.stores(dtype):
+        one_dtype = dtype in native.DTYPES and rotation[0].dtype == self.input_layernorm.weight.dtype == dtype
+        if one_dtype and not torch.compiler.is_compiling() and isinstance(step, PagedStep) and step.stores(dtype):
             return self._native(hidden_states[0], step, *rotation)[None]
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
         if self.four_norms:

@@ -178,7 +178,7 @@ def follow(
 
     Args:
         drafter: bound to `target`, with a confidence head, whose logits are the head's own: without a calibration, or with
-            an `uncalibrated` one.
+            an `uncalibrated` one. Only how it copies counts; draws are judged at each `sharpness`.
         texts: of at least two emitted tokens each.
         span: which part of `progress` this is.
     """

@@ -225,6 +225,7 @@ def calibrate(
         "blocks": provenance.num_samples,
         "temperatures": _rounded(fitted.temperatures.tolist(), 4),
         "draft_sharpness": None if fitted.sharpness is None else _rounded(fitted.sharpness.tolist(), 4),
+        "copying": None if fitted.copying is None else _rounded(fitted.copying.tolist(), 4),
         "ece_before": _rounded(provenance.ece_before),
         "ece_after": _rounded(provenance.ece_after),
     }

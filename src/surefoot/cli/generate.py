@@ -48,7 +48,10 @@ def generate(
     json: options.Json = False,
     stats: options.ShowStatistics = True,
 ) -> None:
-    """Continue PROMPT, streaming the text to standard output and one line of statistics to standard error."""
+    """Continue PROMPT as it stands, streaming the text to standard output and one line of statistics to standard error.
+
+    For questions to an assistant, use `surefoot chat`: it applies the model's chat template.
+    """
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,

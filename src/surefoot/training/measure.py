@@ -33,7 +33,7 @@ from surefoot.training.progress import Progress
 
 WEIGHTS = "model.safetensors"
 COPYING_TEXTS = 48  # about so many texts tell how far copies are to be trusted
-WRITING = 0.75  # share of a calibration's time that goes into the texts
+WRITING = 0.35  # share of a calibration's time that goes into the texts
 
 
 def set_threads(threads: int | None) -> None:

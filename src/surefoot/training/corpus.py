@@ -55,7 +55,10 @@ class Corpus:
 
     def require_documents(self, what: str) -> None:
         if not self.documents:
-            raise ConfigurationError(f"no {what} to work on: run the earlier stages first, or leave --stage out")
+            raise ConfigurationError(
+                f"no {what} to work on: run the earlier stages first, or leave --stage out; if the time was over before "
+                "the first was written, give more --minutes"
+            )
 
     def __len__(self) -> int:
         return len(self.documents)

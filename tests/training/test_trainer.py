@@ -20,14 +20,16 @@ from surefoot.drafters.checkpoint import load_drafter, save_drafter
 from surefoot.drafters.dspark import block_mask
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
+from surefoot.targets.optimise import optimise
 from surefoot.training.batches import Anchors, collate, pick_anchors, plan
 from surefoot.training.corpus import Corpus, Document
 from surefoot.training.features import TargetReader, choose_words
+from surefoot.training.initial import head_matrix
 from surefoot.training.network import block_hidden
 from surefoot.training.optimiser import choose_precision, learning_rate
 from surefoot.training.options import DrafterShape
 from surefoot.training.trainer import Trainer
-from tests.engine.engines import build, stock_logits
+from tests.engine.engines import build, stock_logits, tiny_dspark
 from tests.tiny_models import tiny_target
 from tests.training.stage import SHAPE, drafter_model, options, silent, some_text, trainer
 
@@ -395,3 +397,13 @@ def test_a_budget_in_minutes_becomes_anchors(monkeypatch: pytest.MonkeyPatch) ->
 def test_shapes_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="allowed"):
         DrafterShape(**changes)
+
+
+def test_a_head_packed_for_serving_gives_its_matrix_to_training() -> None:
+    """Of a target whose head is its own, for a drafter that uses all of its words."""
+    target = tiny_target("llama")
+    assert isinstance(target.lm_head, torch.nn.Linear)
+    matrix = target.lm_head.weight.clone()
+    drafter = tiny_dspark(target, 3)
+    optimise(target.model)
+    assert torch.equal(head_matrix(drafter.model, target), matrix.float())

@@ -327,7 +327,7 @@ class DSparkModel(nn.Module):
             if self.lm_head is not None and matrix is not None and _same(self.lm_head.weight, matrix):
                 self.lm_head = None
         elif self.lm_head is None or "lm_head" in self._borrowed:
-            rows = _head_rows(target, self.vocabulary)
+            rows = head_rows(target, self.vocabulary)
             self.lm_head = nn.utils.skip_init(
                 nn.Linear, rows.shape[1], rows.shape[0], bias=False, device=rows.device, dtype=rows.dtype
             )
@@ -783,7 +783,7 @@ def _head_matrix(target: Target) -> Tensor | None:
     return target.embed_tokens.weight if getattr(target.config, "tie_word_embeddings", False) else None
 
 
-def _head_rows(target: Target, words: Tensor) -> Tensor:
+def head_rows(target: Target, words: Tensor) -> Tensor:
     """Rows `words` of the target's head matrix, [len(words), d_target]."""
     matrix = _head_matrix(target)
     if matrix is not None:

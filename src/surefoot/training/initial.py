@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.drafters.config import DSparkConfig
-from surefoot.drafters.dspark import DSparkModel
-from surefoot.errors import ConfigurationError
+from surefoot.drafters.dspark import DSparkModel, head_rows
 from surefoot.targets.target import Target
 from surefoot.training.features import Words
 from surefoot.training.options import DrafterShape
@@ -248,6 +247,4 @@ def head_matrix(model: DSparkModel, target: Target) -> Tensor:
             return head.weight.detach().float()
     if getattr(target.config, "tie_word_embeddings", False):
         return target.embed_tokens.weight.detach().float()
-    raise ConfigurationError(
-        f"the head of {target.name} was packed for serving, and the drafter uses all of its words: choose fewer with --vocab"
-    )
+    return head_rows(target, torch.arange(target.vocab_size, device=target.device)).float()

@@ -36,6 +36,9 @@ def test_temperatures_are_fitted_and_saved_beside_the_drafter(
     assert saved.temperatures.tolist() == pytest.approx(found["temperatures"])
     assert saved.provenance.num_samples == found["num_samples"] > 60
     assert saved.provenance.dataset == str(prompts)
+    assert saved.copying is not None
+    assert saved.copying.tolist() == pytest.approx(found["copying"])
+    assert saved.copying.max() > 0  # a tiny greedy model repeats itself
     for before, after in zip(found["before"], found["after"], strict=True):
         assert after["ece"] <= before["ece"] + 1e-6
     generated = json.loads(run("generate", "def", "-m", target, "-d", str(drafter), "-n", "8", "--json").stdout)

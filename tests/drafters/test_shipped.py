@@ -40,7 +40,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trained(tmp_path: Path) -> Path:
     """A drafter for the tiny llama, with a calibration."""
     save_drafter(tiny_dspark(tiny_target("llama"), 3), tmp_path / "trained")
-    Calibration([0.5, 2.0, 3.0]).save(tmp_path / "trained" / CALIBRATION_FILE)
+    Calibration([0.5, 2.0, 3.0], copying=[0.0, 0.25, 0.75]).save(tmp_path / "trained" / CALIBRATION_FILE)
     return tmp_path / "trained"
 
 
@@ -63,6 +63,7 @@ def test_auto_takes_the_shipped_drafter_with_prompt_lookup(
     confidence: Any = confidence_source(drafter, None, "cpu")
     assert confidence.gamma == drafter.gamma
     assert drafter.trained.calibration.host.tolist() == [0.5, 2.0, 3.0]
+    assert drafter.trained.calibration.copying.tolist() == [0.0, 0.25, 0.75]
     assert isinstance(loaded(target, "prompt-lookup"), PromptLookupDrafter)
     assert loaded(target, "none") is None
 
@@ -160,6 +161,9 @@ def test_what_the_package_ships_is_whole() -> None:
 
         assert drafter.identities
         loaded = load_drafter(drafter.path)
-        assert (drafter.path / CALIBRATION_FILE).is_file() == loaded.has_confidence_head
+        fitted = Calibration.load(drafter.path / CALIBRATION_FILE, loaded.gamma)
+        assert loaded.has_confidence_head
+        assert fitted.copying is not None
+        assert fitted.copying[-1] > fitted.copying[1]
         assert sum(file.stat().st_size for file in drafter.path.iterdir()) <= shipped.LARGEST
         assert all(torch.isfinite(tensor).all() for tensor in loaded.model.own_tensors().values())

@@ -6,7 +6,8 @@ mostly does not repeat. So at every position of a block the draft distribution i
 (the latest of equals), and the share r depends on the length of that occurrence alone. Shares are fitted on texts of the
 target's (`fit_shares`) and lie in the drafter's calibration. A mixture with a point mass is a logit raised: temperature,
 sharpness, filters and acceptance treat the result like any other draft logits, so it is exact. x_k is proposed from the
-context and x_<k.
+context and x_<k. The idea is that of the pointer and cache models (Grave et al., arXiv 1612.04426; See et al., 1704.04368),
+the fit that of deleted interpolation (Jelinek and Mercer, 1980).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surefoot.drafters.base import DraftContext
+from surefoot.drafters.prompt_lookup import suffix_matches
 
 LONGEST = 16
 """Tokens up to which matches are told apart."""
@@ -33,20 +35,10 @@ class Copier:
             gamma: positions of the block.
             longest: tokens up to which matches are told apart.
         """
-        self._longest, reach = longest, longest - 1
-        text = context.history[:, : context.max_length + 1].index_select(0, context.slots)
-        padded = F.pad(text, (reach, 0), value=-1)  # -1 is no token
-        width = text.shape[1]
+        text, matched = (F.pad(t.to(torch.int64), (0, gamma)) for t in suffix_matches(context, longest))
+        self._longest, self._text, self._matched = longest, text, matched  # [R, width + gamma] each
         self._end = context.lengths.unsqueeze(1)  # [R, 1], index of the last token
-        suffix = padded.gather(1, self._end + torch.arange(reach, -1, -1, device=text.device))  # the last token first
-        self._position = torch.arange(width + gamma, device=text.device)
-        alive = self._position[:width] < self._end
-        matched = torch.zeros_like(text)
-        for back in range(longest):
-            alive = alive & (padded[:, reach - back : reach - back + width] == suffix[:, back : back + 1])
-            matched += alive
-        # [R, width + gamma]: the text, and how many tokens up to and including each one are those of the text's end
-        self._text, self._matched = F.pad(text, (0, gamma)), F.pad(matched, (0, gamma))
+        self._position = torch.arange(text.shape[1], device=text.device)
 
     def copies(self) -> tuple[Tensor, Tensor]:
         """The token that would come next, and the length of the match that says so (0: none): [R] int64 each."""
@@ -72,6 +64,9 @@ def raise_copies(logits: Tensor, probs: Tensor, columns: Tensor, shares: Tensor)
         probs: [R, V] their softmax.
         columns: [R] int64, the copy's column; -1 where there is none among the drafter's words.
         shares: [R] float32 in [0, 1).
+
+    Returns:
+        [R, V] float32, whose softmax is (1 - share) probs + share [copy].
     """
     share, column = shares.double().unsqueeze(1), columns.clamp(min=0).unsqueeze(1)
     own, old = probs.gather(1, column), logits.gather(1, column)
@@ -89,6 +84,9 @@ def fit_shares(
         match: [N] length of the match at a position of a text, 0 where there is none.
         copied: [N] whether the text's token there is the copy.
         own: [N] probability that the drafter alone gave to the text's token.
+
+    Returns:
+        `LONGEST` + 1 numbers in [0, 1), 0 first.
     """
     shares = [0.0]
     for length in range(1, LONGEST + 1):

@@ -408,7 +408,7 @@ class DSparkModel(nn.Module):
         return self._columns
 
     def column(self, token_ids: Tensor) -> Tensor:
-        """The same for target ids [R]; -1 for -1."""
+        """The same for target ids of any shape; -1 for -1."""
         columns = self.columns
         return token_ids if columns is None else torch.where(token_ids < 0, -1, columns[token_ids.clamp(min=0)])
 

@@ -80,22 +80,9 @@ class PromptLookupDrafter:
 
     def _find(self, context: DraftContext) -> tuple[Tensor, Tensor]:
         """Proposals [R, gamma] int64 and match lengths [R] int64 (0: none), on any device; the host reads nothing."""
-        # int32 halves the memory traffic of the comparisons, which is all the time this takes. Padding in front lets
-        # every candidate look back max_match tokens; -1 is no token.
-        reach = self.max_match - 1
-        text = context.history[:, : context.max_length + 1].index_select(0, context.slots).to(torch.int32)
-        padded = F.pad(text, (reach, 0), value=-1)
-        lengths = context.lengths.unsqueeze(1)  # [R, 1], index of the anchor
-        width = text.shape[1]
+        text, matched = suffix_matches(context, self.max_match)
+        lengths, width = context.lengths.unsqueeze(1), text.shape[1]
         position = torch.arange(width, device=text.device)
-        suffix = padded.gather(1, lengths + torch.arange(reach, -1, -1, device=text.device))  # the anchor first
-
-        # matched[r, j]: how many tokens of the suffix stand at j, j - 1, ...; candidates end in front of the anchor.
-        alive = position < lengths
-        matched = torch.zeros(text.shape, dtype=torch.uint8, device=text.device)
-        for back in range(self.max_match):
-            alive &= padded[:, reach - back : reach - back + width] == suffix[:, back : back + 1]
-            matched += alive.view(torch.uint8)
 
         # One key orders by match length, then by recency.
         best = (matched.to(torch.int64) * width + position).argmax(1, keepdim=True)  # [R, 1]
@@ -107,3 +94,28 @@ class PromptLookupDrafter:
         return torch.where(found, tokens, text.gather(1, lengths).to(torch.int64)), torch.where(
             found, length, 0
         ).squeeze(1)
+
+
+def suffix_matches(context: DraftContext, longest: int) -> tuple[Tensor, Tensor]:
+    """How much of the end of every text stands at each earlier place of it; on any device, the host reads nothing.
+
+    Args:
+        longest: tokens up to which lengths are told apart, 255 at most; the work grows with it.
+
+    Returns:
+        text: [R, W] int32, the histories up to the longest anchor (int32 halves the traffic of the comparisons, which is all
+            the time this takes).
+        matched: [R, W] uint8, how many tokens up to and including each one are those up to the anchor; 0 from there on.
+    """
+    reach = longest - 1
+    text = context.history[:, : context.max_length + 1].index_select(0, context.slots).to(torch.int32)
+    # Padding in front lets every place look back `longest` tokens; -1 is no token.
+    padded, width = F.pad(text, (reach, 0), value=-1), text.shape[1]
+    lengths = context.lengths.unsqueeze(1)  # [R, 1], index of the anchor
+    suffix = padded.gather(1, lengths + torch.arange(reach, -1, -1, device=text.device))  # the anchor first
+    alive = torch.arange(width, device=text.device) < lengths
+    matched = torch.zeros(text.shape, dtype=torch.uint8, device=text.device)
+    for back in range(longest):
+        alive &= padded[:, reach - back : reach - back + width] == suffix[:, back : back + 1]
+        matched += alive.view(torch.uint8)
+    return text, matched

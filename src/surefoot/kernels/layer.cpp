@@ -3,20 +3,15 @@
 // Nothing is computed here. The kernels are called as their modules in `targets/fused.py` would call them, in that order and
 // on the same values, so that a layer's bits do not depend on which of the two ways it took.
 
+#include "dispatch.hpp"
 #include "vectors.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
 
 namespace {
 
 using Maybe = optional<Tensor>;
-
-template <class Signature>
-auto operation(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 struct Product {  // of a PackedLinear
   const Tensor& weight;

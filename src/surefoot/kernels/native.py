@@ -39,7 +39,7 @@ from surefoot.paths import cache_directory
 
 HOME = Path(__file__).parent
 SOURCES = ("native.cpp", "products.cpp", "layer.cpp", "sequential.cpp", "planning.cpp")
-HEADERS = ("vectors.hpp", "tiles.hpp")
+HEADERS = ("vectors.hpp", "tiles.hpp", "dispatch.hpp")
 FLAGS = ("-O3", "-mtune=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC")
 LIBRARY = "surefoot_native.so"
 DTYPES = (torch.bfloat16, torch.float32)  # what the kernels compute on

@@ -5,9 +5,10 @@
 // same steps give from Python, and a row's results depend on that row alone. What is saved is a dozen trips through
 // Python and torch at every position, and passes over the logits.
 
+#include "dispatch.hpp"
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
@@ -31,11 +32,6 @@ namespace {
 
 constexpr int WIDE = 16;  // entries handled at once; the compiler makes vectors of them
 constexpr float NONE = -std::numeric_limits<float>::infinity();
-
-template <class Signature>
-auto operation(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 // f(row) for every row, on as many threads as torch uses; small work stays on the calling thread.
 template <class F>

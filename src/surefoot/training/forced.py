@@ -125,21 +125,17 @@ class _Follower:
     """A sampler that draws the text's own tokens, and notes what drawing for oneself would have been worth."""
 
     def __init__(
-        self, tokens: Tensor, probs: Tensor, temperature: Tensor, sharpness: Sequence[float], vocabulary: Tensor | None
+        self, tokens: Tensor, columns: Tensor, probs: Tensor, temperature: Tensor, sharpness: Sequence[float]
     ) -> None:
         """
         Args:
             tokens: [R, gamma] of the text.
+            columns: [R, gamma] theirs among the drafter's words; -1 where it has no such word.
             probs: [R, gamma, V_draft] of the target, for the drafter's words.
             temperature: [R].
         """
         self.tokens, self.probs, self.temperature, self.sharpness = tokens, probs, temperature, sharpness
-        self.words, self.inside = tokens, torch.ones_like(tokens, dtype=torch.bool)
-        if vocabulary is not None:
-            order = vocabulary.argsort()
-            place = torch.searchsorted(vocabulary[order], tokens.contiguous()).clamp(max=len(order) - 1)
-            self.words = order[place]
-            self.inside = vocabulary[self.words] == tokens
+        self.words, self.inside = columns.clamp(min=0), columns >= 0
         self.own: list[Tensor] = []  # by position, [R]
         self.chance: list[Tensor] = []  # by position, [R, S]
         self.overlap: list[Tensor] = []
@@ -261,7 +257,8 @@ class _Reader:
             ahead = anchors.unsqueeze(1) + torch.arange(1, gamma + 1, device=device)
             tokens = self.history[slots.unsqueeze(1), ahead]
             window = stacked[slots, step : step + gamma]
-            follower = _Follower(tokens, window, heats[slots], self.sharpness, vocabulary)
+            columns = self.drafter.model.column(tokens)
+            follower = _Follower(tokens, columns, window, heats[slots], self.sharpness)
             copier, match, copied = Copier(context, gamma), [], []
             for k in range(gamma):
                 copy, length = copier.copies()

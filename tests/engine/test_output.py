@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -27,6 +27,7 @@ from surefoot.sampling import SamplingParams
 from tests.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL, BYTE_FALLBACK, STRIPPING = byte_level_tokenizer(), byte_fallback_tokenizer(), byte_fallback_tokenizer(True)
+HALF_A_SURROGATE = [169, 94]  # of BYTE_LEVEL: bytes ED A1
 KINDS = {"byte-level": BYTE_LEVEL, "byte-fallback": BYTE_FALLBACK}
 
 
@@ -171,6 +172,9 @@ def test_text_continues_the_prompt_exactly_as_the_tokenizer_decodes_both(kind: s
 
 
 @given(ids=st.lists(st.integers(0, 300), max_size=24), cut=st.integers(0, 24), skip=st.booleans())
+@example(ids=HALF_A_SURROGATE, cut=2, skip=False)  # Python's decoder waits for its third byte, the tokenizer does not
+@example(ids=[*HALF_A_SURROGATE, 94], cut=2, skip=False)
+@example(ids=[*HALF_A_SURROGATE, 10], cut=2, skip=False)
 @settings(max_examples=300, deadline=None)
 def test_strings_of_bytes_read_as_the_tokenizer_reads_them(ids: list[int], cut: int, skip: bool) -> None:
     """Malformed bytes in prompt and output included: the general way and the short one give the same text."""

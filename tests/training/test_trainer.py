@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import socket
+import copy
+import faulthandler
+import weakref
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +23,7 @@ from surefoot.drafters.dspark import block_mask
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
 from surefoot.targets.optimise import optimise
+from surefoot.targets.target import Target
 from surefoot.training.batches import Anchors, collate, pick_anchors, plan
 from surefoot.training.corpus import Corpus, Document
 from surefoot.training.features import TargetReader, choose_words
@@ -28,7 +31,7 @@ from surefoot.training.initial import head_matrix
 from surefoot.training.network import block_hidden
 from surefoot.training.optimiser import choose_precision, learning_rate
 from surefoot.training.options import DrafterShape
-from surefoot.training.trainer import Trainer
+from surefoot.training.trainer import Ranks, Trainer
 from tests.engine.engines import build, stock_logits, tiny_dspark
 from tests.tiny_models import tiny_target
 from tests.training.stage import SHAPE, drafter_model, options, silent, some_text, trainer
@@ -41,6 +44,8 @@ SHAPES = {
     "narrow": replace(SHAPE, hidden_size=16, vocab=40),
     "whole-vocabulary": replace(SHAPE, vocab=64, gamma=5),
 }
+
+RANKS_WITHIN_S = 300
 
 
 def weights(of: Trainer) -> list[torch.Tensor]:
@@ -133,28 +138,31 @@ def test_accumulated_micro_batches_equal_one_batch() -> None:
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
+def _rank(rank: int, folder: str) -> None:
+    faulthandler.dump_traceback_later(RANKS_WITHIN_S, exit=True)  # whoever waits for ever says where
+    torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+        "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2, timeout=timedelta(seconds=RANKS_WITHIN_S)
     )
+    _three_steps(rank, folder)
+    Ranks.current().leave()
+
+
+def _three_steps(rank: int, folder: str) -> None:
     one = trainer(batch_rows=4, accumulate=2)
     one.total = 1000
     losses = [one.step()["loss"] for _ in range(3)]
     torch.save((weights(one), losses, one.anchors), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 def test_two_gloo_ranks_equal_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    other_rank = mp.get_context("spawn").Process(target=_rank, args=(1, port, str(tmp_path)))
-    other_rank.start()
-    try:
-        _rank(0, port, str(tmp_path))
-    finally:
-        other_rank.join(30)
-    assert other_rank.exitcode == 0
+    spawned = mp.get_context("spawn")
+    ranks = [spawned.Process(target=_rank, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
     alone = trainer(batch_rows=4)
     alone.total = 1000
     for _ in range(3):
@@ -166,9 +174,17 @@ def test_two_gloo_ranks_equal_one(tmp_path: Path) -> None:
         torch.testing.assert_close(one, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_ranks_that_cannot_share_a_batch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from surefoot.training.trainer import Ranks
+def test_trainers_are_gone_when_their_ranks_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer()
+    one.itself, gone, seen = one, weakref.ref(one), []  # type: ignore[attr-defined]
+    del one
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: seen.append(gone()))
+    Ranks.leave()
+    assert seen == [None]
 
+
+def test_ranks_that_cannot_share_a_batch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranks, "current", classmethod(lambda cls: cls(0, 3)))
     with pytest.raises(ConfigurationError, match="3 ranks"):
         trainer()
@@ -401,7 +417,7 @@ def test_shapes_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
 
 def test_a_head_packed_for_serving_gives_its_matrix_to_training() -> None:
     """Of a target whose head is its own, for a drafter that uses all of its words."""
-    target = tiny_target("llama")
+    target = Target(copy.deepcopy(tiny_target("llama").model))  # others are served the shared one as it is
     assert isinstance(target.lm_head, torch.nn.Linear)
     matrix = target.lm_head.weight.clone()
     drafter = tiny_dspark(target, 3)

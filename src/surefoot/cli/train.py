@@ -181,6 +181,7 @@ def train(
         raise ConfigurationError(f"stage is {unknown[0]!r}; allowed: {', '.join(STAGES)}")
     pipeline = prepare(target, run, output, device=device, dtype=dtype, show=not json)
     record = pipeline.run(stages)
+    pipeline.ranks.leave()
     if not pipeline.ranks.first:
         return
     if json:

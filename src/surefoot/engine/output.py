@@ -232,7 +232,8 @@ class ByteDetokenizer:
         shown = [token_id for token_id in prompt_token_ids[-32:] if token_id not in self._skipped]
         for token_id in shown[-CONTEXT_TOKENS:]:
             self._decoder.decode(self._bytes_of[token_id])
-        self._begun = bool(self._decoder.getstate()[0])  # a character that the prompt has begun, as its last one
+        # What the prompt has shown for the character it ends inside of: one replacement, two for half a surrogate.
+        self._begun = self._decoder.getstate()[0].decode("utf-8", "replace")
 
     def push(self, token_id: int) -> str:
         """Characters that became certain with this token."""
@@ -249,7 +250,7 @@ class ByteDetokenizer:
 
     def _send(self, text: str) -> str:
         if self._begun and text:  # if nothing came of that character, the prompt has shown it already
-            self._begun, text = False, text.removeprefix(REPLACEMENT)
+            self._begun, text = "", text.removeprefix(self._begun)
         return text
 
 

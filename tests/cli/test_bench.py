@@ -17,6 +17,12 @@ from surefoot.sampling import SamplingParams
 ARMS = ("none", "fixed:2", "adaptive")
 
 
+@pytest.fixture(autouse=True)
+def _measured_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.cli.profile.QUICK_SECONDS", 0.2)
+    monkeypatch.setattr("surefoot.cli.profile.LONGER_SECONDS", 0.2)
+
+
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "{}/drafter"])
 def test_throughput_has_every_column(run: Callable[..., Any], checkpoints: Path, tmp_path: Path, drafter: str) -> None:
     prompts, saved, trace = tmp_path / "prompts.txt", tmp_path / "bench.json", tmp_path / "trace.jsonl"
@@ -47,6 +53,8 @@ def test_throughput_has_every_column(run: Callable[..., Any], checkpoints: Path,
         assert steps * (1 + row["accepted_length"]) == pytest.approx(tokens, rel=0.1)
         widest = max(map(int, row["width_histogram"]))
         assert widest <= {"none": 0, "fixed:2": 2, "adaptive": 3}[row["arm"]]
+    assert "measuring this machine" in result.stderr
+    assert "no cost table" not in found["arms"]["adaptive"]["planner"]
     assert {line["concurrency"] for line in found["summary"]} == {1, 3}
     assert len(trace.read_text().splitlines()) > 10
 
@@ -57,12 +65,14 @@ def test_decode_compares_with_transformers(run: Callable[..., Any], checkpoints:
     asked = ("bench", "decode", "-m", str(checkpoints / "target"), "-d", "prompt-lookup", "--prompts", str(prompts))
     result = run(*asked, "--count", "1", "-n", "40", "--output", str(saved))
     assert result.exit_code == 0, result.stderr
+    assert "measuring this machine" in result.stderr
     for arm in ("transformers", "target-only", "speculative", "int8"):
         assert arm in result.stdout
     assert "equal transformers' on 1 of 1 prompts" in result.stdout
     assert "the same on all" in result.stdout
     assert json.loads(saved.read_text())["speculation_identical"] is True
     found = json.loads(run(*asked, "-n", "40", "--no-int8", "--json").stdout)
+    assert "no cost table" not in found["engine"]["planner"]
     assert [row["arm"] for row in found["rows"]] == ["transformers", "target-only", "speculative"]
     assert found["answers"] == 2
 

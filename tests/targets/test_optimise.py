@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear
+from surefoot.targets import fused
 from surefoot.targets.attention import PagedStep
-from surefoot.targets.fused import FusedLayer, activation_of
+from surefoot.targets.fused import FusedDecoder, FusedLayer, activation_of
 from surefoot.targets.optimise import STEPS, optimise
 from surefoot.targets.target import Target
 
 from .flat import FlatRunner, random_model
 
 KINDS = ["llama", "qwen2", "qwen3", "gemma3", "mistral-window", "gpt-oss", "qwen3-moe", "phi3"]
-FUSED = {"fused-norms", "fused-attention", "fused-feed-forward", "fused-layers"}
+FUSED = {"fused-norms", "fused-attention", "fused-feed-forward", "fused-layers", "fused-decoder"}
 needs_native = pytest.mark.skipif(not native.available(), reason="native kernels cannot be built here")
 
 
@@ -39,7 +40,8 @@ def test_steps_keep_the_logits(kind, steps):
     if kind in ("gpt-oss", "phi3"):
         assert not FUSED & set(applied)
     elif kind != "qwen3-moe" and len(steps) == 1:
-        assert applied == ([] if steps == ["fused-layers"] else steps)  # its parts have to be fused first
+        needs_parts = steps[0] in ("fused-layers", "fused-decoder")  # which have to be fused first
+        assert applied == ([] if needs_parts else steps)
     elif kind != "qwen3-moe":
         assert set(applied) == set(steps) - {"packed-projections"}  # every projection is fused
     actual = logits(Target(model), ids)
@@ -69,7 +71,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(kind, dtype, quantize, mo
     target, ids = Target(model), list(range(5, 25))
     layers = [layer for layer in target.decoder_layers if isinstance(layer, FusedLayer)]
     assert len(layers) == target.num_layers
-    native_passes = []
+    natively: list[int] = []
 
     def passes() -> list[Tensor]:
         runner = FlatRunner(target)
@@ -80,14 +82,14 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(kind, dtype, quantize, mo
         cached = [t[runner.cache.block_size :] for pair in runner.cache.target_kv for t in pair]
         return [first.logits, first.features, second.logits, second.features[real], *cached]
 
-    for layer in layers:
-        native = layer._native
-        monkeypatch.setattr(layer, "_native", lambda *a, native=native: (native_passes.append(1), native(*a))[1])
+    call = fused.in_one_call
+    monkeypatch.setattr(fused, "in_one_call", lambda some, *rest: (natively.append(len(some)), call(some, *rest))[1])
     in_one_call = passes()
-    assert len(native_passes) == 2 * len(layers)
+    assert sum(natively) == 2 * len(layers)
+    natively.clear()
     monkeypatch.setattr(PagedStep, "stores", lambda *unused: False)
     in_parts = passes()
-    assert len(native_passes) == 2 * len(layers)
+    assert not natively
     for one, other in zip(in_one_call, in_parts, strict=True):
         assert torch.equal(one, other)
         assert one.float().abs().max() > 0
@@ -103,10 +105,11 @@ def test_a_cache_of_another_dtype_is_served_by_the_parts():
     expected = target.forward(batch, runner.cache).logits
     runner.cache.target_kv = [(key.float(), value.float()) for key, value in runner.cache.target_kv]
     with pytest.raises(RuntimeError, match=r"dtype"):
-        target.decoder_layers[0]._native(
-            torch.zeros(20, 32, dtype=torch.bfloat16),
+        fused.in_one_call(
+            target.decoder_layers[:1],
+            [[torch.zeros(1, 20, 8).bfloat16()] * 2],
+            torch.zeros(1, 20, 32, dtype=torch.bfloat16),
             PagedStep(batch, runner.cache),
-            *[torch.zeros(1, 20, 8).bfloat16()] * 2,
         )
     torch.testing.assert_close(target.forward(batch, runner.cache).logits, expected, rtol=2e-2, atol=2e-2)
 
@@ -144,6 +147,45 @@ def test_layers_with_unknown_parts_are_left_alone():
     applied = optimise(model)
     assert "fused-layers" in applied
     assert [isinstance(layer, FusedLayer) for layer in model.model.layers] == [True, False, True]
+    assert "fused-decoder" not in applied
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "mistral-window"])
+def test_a_pass_over_the_paged_cache_has_a_loop_of_its_own(kind, monkeypatch):
+    """With the bits of transformers' loop, features included; copies and other caches work too."""
+    model = random_model(kind).to(torch.bfloat16)
+    assert "fused-decoder" in optimise(model)
+    model = copy.deepcopy(model)
+    decoder = model.model
+    assert isinstance(decoder, FusedDecoder)
+    assert all(decoder._stock[0].layers[i] is layer for i, layer in enumerate(decoder.layers))
+    stock, passes = decoder._stock[0], []
+    stock.register_forward_hook(lambda *unused: passes.append(1))
+    target, ids = Target(model), list(range(5, 25))
+
+    def run(features=(-1, 0, 2)):
+        runner = FlatRunner(target)
+        return target.forward(runner.batch([(0, 0, ids[:15]), (1, 0, ids[15:])]), runner.cache, features)
+
+    passes.clear()  # the probe of a target's attention has a cache of its own
+    alone = run()
+    assert not passes
+    model.model = stock
+    expected = run()
+    model.model = decoder
+    assert passes
+    assert torch.equal(alone.logits, expected.logits)
+    assert torch.equal(alone.features, expected.features)
+    calls, call = [], fused.in_one_call
+    monkeypatch.setattr(fused, "in_one_call", lambda some, *rest: (calls.append(len(some)), call(some, *rest))[1])
+    assert torch.equal(run(()).logits, expected.logits)
+    assert calls == [target.num_layers], "layers that nobody listens to are one call"
+    calls.clear()
+    replaced, forward = [], decoder.layers[1].forward
+    decoder.layers[1].forward = lambda *a, **o: (replaced.append(1), forward(*a, **o))[1]
+    assert torch.equal(run(()).logits, expected.logits)
+    assert replaced == [1], "a layer that was compiled is called as it is"
 
 
 def test_only_activations_that_are_the_same_are_fused():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
+from surefoot.cli.profile import measure_missing
 from surefoot.cli.progress import progress_bar
 from surefoot.cli.report import note, print_json
 from surefoot.errors import ConfigurationError
@@ -66,6 +67,7 @@ def decode(
         "threads": threads,
     }
     llm = options.load_llm(model, drafter=drafter, quantize=None, **common)
+    measure_missing(llm, cost_table)
     if (tokenizer := llm.target.tokenizer) is None:
         raise ConfigurationError(f"{llm.target.name} has no tokenizer: it cannot read prompts")
     quantized = options.load_llm(model, drafter="none", quantize="int8", **common) if int8 else None
@@ -177,13 +179,16 @@ def throughput(
         drafter=drafter,
         gamma=gamma,
         width="auto",
-        cost_table="none",
+        cost_table=cost_table,
         device=device,
         dtype=dtype,
         threads=threads,
         quantize=quantize,
         seed=SEED,
+        max_num_seqs=max(counts),
     )
+    if "adaptive" in names:
+        measure_missing(llm, cost_table)  # and saved, where its engine below will look
     from surefoot.bench.throughput import build_arms, measure_throughput
     from surefoot.engine.trace import TraceWriter
 

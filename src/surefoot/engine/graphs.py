@@ -110,19 +110,19 @@ class CompiledRunner(EagerRunner):
         limit: int | None = None,
     ) -> None:
         super().__init__(target, buckets)
-        self._eager = [(layer, layer.forward) for layer in target.decoder_layers]
+        self._compiled = list(target.decoder_layers)
         # Every bucket is a specialisation of its own.
         torch._dynamo.config.recompile_limit = max(
             torch._dynamo.config.recompile_limit, limit or 4 * len(self.buckets) + 8
         )
-        for layer, forward in self._eager:
-            layer.forward = compile(forward, dynamic=False)
+        for layer in self._compiled:
+            layer.forward = compile(layer.forward, dynamic=False)
 
     def run(self, batch: FlatBatch, cache: PagedCache, feature_layers: tuple[int, ...]) -> TargetOutput:
         try:
             return self.target.forward(batch, cache, feature_layers)
         except Exception as problem:
-            if not self._eager:
+            if not self._compiled:
                 raise
             self._restore()
             # The rows are written again, to the same places: a pass is repeatable.
@@ -131,9 +131,9 @@ class CompiledRunner(EagerRunner):
             return output
 
     def _restore(self) -> None:
-        for layer, forward in self._eager:
-            layer.forward = forward
-        self._eager, self.buckets = [], ()
+        for layer in self._compiled:
+            del layer.forward  # its class's is behind it
+        self._compiled, self.buckets = [], ()
 
 
 def _first_line(problem: Exception) -> str:

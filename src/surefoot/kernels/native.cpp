@@ -85,16 +85,23 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
   const auto at_span = [&](int64_t row, int64_t head, int64_t span) {
     return partial.data() + ((row * heads + head) * spans + span - low(row) / SPAN) * record;
   };
-  const int threads = rows ? at::get_num_threads() : 1;
-  const int64_t queries = round_up(std::max<int64_t>(QUERIES, shared), MAX_ROWS);
+  int64_t queries = 0;  // query heads of the largest item
+  for (const Item& item : items) queries = std::max(queries, (item.last - item.first) * shared);
+  const int threads = (int)std::clamp<int64_t>((int64_t)items.size(), 1, at::get_num_threads());
 
   with_dtype(query, [&](auto* q) {
     using T = std::remove_pointer_t<decltype(q)>;
     const T *keys = (const T*)key_cache.const_data_ptr(), *values = (const T*)value_cache.const_data_ptr();
 #pragma omp parallel num_threads(threads)
     {
-      std::vector<float> widened(queries * dim), key_tile(dim * TILE), value_tile(TILE * width, 0.f);
-      std::vector<float> weight(queries * TILE), acc(queries * width), peak(queries), total(queries);
+      // Kept from call to call and never cleared: what is read was written for the same item, but for columns nobody looks at.
+      static thread_local std::vector<float> memory;
+      const size_t needed = queries * (dim + TILE + width + 2) + TILE * (dim + width);
+      if (memory.size() < needed) memory.resize(needed);
+      float* const widened = memory.data();
+      float *const key_tile = widened + queries * dim, *const value_tile = key_tile + dim * TILE;
+      float *const weight = value_tile + TILE * width, *const acc = weight + queries * TILE;
+      float *const peak = acc + queries * width, *const total = peak + queries;
 #pragma omp for schedule(dynamic)
       for (size_t which = 0; which < items.size(); ++which) {
         const Item item = items[which];
@@ -104,9 +111,9 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
           const T* from = q + ((item.first + i / shared) * heads + item.head * shared + i % shared) * dim;
           std::copy(from, from + dim, &widened[i * dim]);
         }
-        std::fill_n(acc.begin(), count * width, 0.f);
-        std::fill_n(peak.begin(), count, NONE);
-        std::fill_n(total.begin(), count, 0.f);
+        std::fill_n(acc, count * width, 0.f);
+        std::fill_n(peak, count, NONE);
+        std::fill_n(total, count, 0.f);
         const int32_t* blocks = table + slots[item.first] * block_table.size(1);
 
         for (int64_t tile = item.begin / TILE * TILE; tile < item.end; tile += TILE) {

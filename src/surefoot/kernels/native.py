@@ -329,8 +329,8 @@ def _register_fakes() -> None:
     def gated_activation(gate_up: Tensor, gelu: bool) -> Tensor:
         return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
-    @fake("decoder_layer")
-    def decoder_layer(x: Tensor, *rest: object) -> Tensor:
+    @fake("decoder_layers")
+    def decoder_layers(x: Tensor, *rest: object) -> Tensor:
         return x.new_empty(x.shape)
 
     @fake("softmax_rows")

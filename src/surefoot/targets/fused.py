@@ -6,11 +6,13 @@ Each is built from the transformers module it replaces and computes what that mo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from surefoot.kernels import native
 from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm, rotary
@@ -89,8 +91,8 @@ class FusedNorm(nn.Module):
 class FusedLayer(nn.Module):
     """A decoder layer of fused and packed parts: norm, attention, norm, feed-forward; in Gemma 3 a norm behind each too.
 
-    A pass over the paged cache is one native call. For any other cache, and while `torch.compile` traces it, the parts run
-    one by one; the bits are the same.
+    In a pass over the paged cache it is a native call, or part of one (`in_one_call`). For any other cache, and while
+    `torch.compile` traces it, the parts run one by one; the bits are the same.
     """
 
     # Everything a layer has, under transformers' names.
@@ -107,16 +109,17 @@ class FusedLayer(nn.Module):
             setattr(self, name, child)
         self.four_norms = hasattr(layer, "pre_feedforward_layernorm")
         attention, feed_forward, norm = layer.self_attn, layer.mlp, layer.input_layernorm
-        self._weights = [None if norm is None else norm.weight for norm in self._norms(layer)]
+        self.weights = [None if norm is None else norm.weight for norm in self._norms(layer)]
         for product in self._products(layer):
-            self._weights += [product.weight, product.scale, product.bias]
-        self._constants = (
+            self.weights += [product.weight, product.scale, product.bias]
+        self.shape = (
             attention.o_proj.in_features // attention.head_dim,  # query heads
             feed_forward.down_proj.in_features,
             norm.eps,
             norm.unit_offset,
             feed_forward.activation == "gelu_tanh",
         )
+        self.index, self.scaling = attention.layer_idx, attention.scaling
 
     @classmethod
     def fits(cls, layer: Any) -> bool:
@@ -145,11 +148,15 @@ class FusedLayer(nn.Module):
         attention, feed_forward = layer.self_attn, layer.mlp
         return [attention.qkv_proj, attention.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj]
 
-    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:  # [1, T, hidden]
-        step, rotation, dtype = options.get(STEP_ARGUMENT), options["position_embeddings"], hidden_states.dtype
+    def is_native(self, dtype: torch.dtype, step: Any, rotation: tuple[Tensor, Tensor]) -> bool:
+        """Whether a pass over rows of `dtype` is a matter for `in_one_call`."""
         one_dtype = dtype in native.DTYPES and rotation[0].dtype == self.input_layernorm.weight.dtype == dtype
-        if one_dtype and not torch.compiler.is_compiling() and isinstance(step, PagedStep) and step.stores(dtype):
-            return self._native(hidden_states[0], step, *rotation)[None]
+        return one_dtype and isinstance(step, PagedStep) and step.stores(dtype) and not torch.compiler.is_compiling()
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:  # [1, T, hidden]
+        step, rotation = options.get(STEP_ARGUMENT), options["position_embeddings"]
+        if step is not None and self.is_native(hidden_states.dtype, step, rotation):
+            return in_one_call([self], [rotation], hidden_states, step)
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
         if self.four_norms:
             hidden_states = hidden_states + self.post_attention_layernorm(attended)
@@ -158,24 +165,89 @@ class FusedLayer(nn.Module):
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
-    def _native(self, x: Tensor, step: PagedStep, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, cache, layer = step.batch, step.cache, self.self_attn.layer_idx
-        group = cache.target_group[layer]
-        return torch.ops.surefoot.decoder_layer(
-            x,
-            cos[0],
-            sin[0],
-            *cache.target_kv[layer],
-            batch.cache_slots[group],
-            batch.block_tables[group],
-            batch.row_slot,
-            batch.kv_lens,
-            cache.block_size,
-            self.self_attn.scaling,
-            cache.target_layers[layer].window,
-            *self._constants,
-            self._weights,
-        )
+
+def in_one_call(
+    layers: Sequence[FusedLayer], rotations: Sequence[tuple[Tensor, Tensor]], hidden: Tensor, step: PagedStep
+) -> Tensor:
+    """Consecutive layers of one shape over `hidden` [1, T, hidden], each with its cos and sin [1, T, R]."""
+    batch, cache = step.batch, step.cache
+    stored = [cache.target_kv[layer.index] for layer in layers]
+    groups = [cache.target_group[layer.index] for layer in layers]
+    rows = torch.ops.surefoot.decoder_layers.default(
+        hidden[0],
+        [cos[0] for cos, _ in rotations],
+        [sin[0] for _, sin in rotations],
+        [key for key, _ in stored],
+        [value for _, value in stored],
+        [batch.cache_slots[group] for group in groups],
+        [batch.block_tables[group] for group in groups],
+        batch.row_slot,
+        batch.kv_lens,
+        cache.block_size,
+        [layer.scaling for layer in layers],
+        [cache.target_layers[layer.index].window or 0 for layer in layers],
+        *layers[0].shape,
+        [weight for layer in layers for weight in layer.weights],
+    )
+    return rows[None]
+
+
+class FusedDecoder(nn.Module):
+    """Embedding, fused layers, final norm: a pass over the paged cache without what transformers does around its layers.
+
+    Before every pass transformers looks for defaults, builds masks that nobody needs here, and copies its list of layers.
+    Here layers side by side are one native call; one that somebody listens to (for features) is called as a module. Any other
+    pass goes to transformers.
+    """
+
+    # Everything a model of these families has, under transformers' names.
+    embed_tokens: nn.Module
+    layers: nn.ModuleList
+    norm: FusedNorm
+    rotary_emb: nn.Module
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        for name, child in model.named_children():
+            setattr(self, name, child)
+        self._stock = (model,)  # in a tuple: its parts are here already
+        # What rotary embedding is asked for, by layer: Gemma 3's differs between types of layers.
+        typed = type(model).__name__.startswith("Gemma3")
+        self._rotations = [
+            (kind,) if typed else () for kind in getattr(model.config, "layer_types", None) or self.layers
+        ]
+
+    @classmethod
+    def fits(cls, model: Any) -> bool:
+        """Whether a transformers model is made of these parts, and its layers are fused and of one shape."""
+        if {name for name, _ in model.named_children()} != set(cls.__annotations__):
+            return False
+        layers = list(model.layers)
+        if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
+            return False
+        return len({(layer.shape, layer.input_layernorm.weight.dtype) for layer in layers}) == 1
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:  # [1, T] both
+        step = options.get(STEP_ARGUMENT)
+        if not isinstance(step, PagedStep) or torch.compiler.is_compiling():
+            return self._stock[0](input_ids=input_ids, position_ids=position_ids, **options)
+        hidden = self.embed_tokens(input_ids)
+        turned = {kind: self.rotary_emb(hidden, position_ids, *kind) for kind in dict.fromkeys(self._rotations)}
+        layers: list[Any] = [(layer, turned[kind]) for layer, kind in zip(self.layers, self._rotations, strict=True)]
+        is_native = layers[0][0].is_native(hidden.dtype, step, layers[0][1])
+        for together, some in groupby(layers, lambda item: is_native and not _is_watched(item[0])):
+            if together:
+                called, rotations = zip(*some, strict=True)
+                hidden = in_one_call(called, rotations, hidden, step)
+                continue
+            for layer, rotation in some:
+                hidden = layer(hidden, position_embeddings=rotation, position_ids=position_ids, **options)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Whether somebody listens to a layer, or has put a `forward` of his own (a compiled one) into its place."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 def activation_of(function: Any) -> Activation | None:

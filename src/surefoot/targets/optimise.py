@@ -14,12 +14,21 @@ from torch import nn
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native, row_linear, triton_support
 from surefoot.kernels.linear import Quantization
-from surefoot.targets.fused import FusedAttention, FusedFeedForward, FusedLayer, FusedNorm, activation_of, fused_product
+from surefoot.targets.fused import (
+    FusedAttention,
+    FusedDecoder,
+    FusedFeedForward,
+    FusedLayer,
+    FusedNorm,
+    activation_of,
+    fused_product,
+)
 
 # The families whose attention is "project, maybe normalise per head, rotate by halves, attend, project".
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3")
 _ATTENTION = tuple(f"{family}Attention" for family in _FAMILIES)
 _LAYERS = tuple(f"{family}DecoderLayer" for family in _FAMILIES)
+_DECODERS = (*(f"{family}Model" for family in _FAMILIES), "Gemma3TextModel")
 _FEED_FORWARD = tuple(f"{family}MLP" for family in _FAMILIES)
 _NORMS = {f"{family}RMSNorm": family == "Gemma3" for family in _FAMILIES}  # name -> scaled by 1 + weight?
 # Projections that every model calls as modules; a router, or anything else whose weight is read directly, is not here.
@@ -69,6 +78,14 @@ def _fuse_layers(model: Any, quantize: Quantization | None) -> bool:
     return bool(found)
 
 
+def _fuse_decoder(model: Any, quantize: Quantization | None) -> bool:
+    """The loop over layers that were all fused before, without what transformers does around one."""
+    found = [item for item in _children(model) if type(item[2]).__name__ in _DECODERS and FusedDecoder.fits(item[2])]
+    for parent, name, decoder in found:
+        setattr(parent, name, FusedDecoder(decoder))
+    return bool(found)
+
+
 def _pack_projections(model: Any, quantize: Quantization | None) -> bool:
     """Attention and feed-forward projections that were not fused become thin products over packed weights."""
     found = [item for item in _children(model) if item[1] in _PROJECTIONS and type(item[2]) is nn.Linear]
@@ -98,12 +115,13 @@ STEPS: dict[str, Callable[[Any, Quantization | None], bool]] = {
     "fused-attention": _fuse_attention,
     "fused-feed-forward": _fuse_feed_forward,
     "fused-layers": _fuse_layers,
+    "fused-decoder": _fuse_decoder,
     "packed-projections": _pack_projections,
     "unmapped-rest": _unmap_rest,
     "packed-head": _pack_head,
 }
 DEFAULT = tuple(STEPS)
-_CPU_ONLY = ("fused-layers", "unmapped-rest")
+_CPU_ONLY = ("fused-layers", "fused-decoder", "unmapped-rest")
 
 
 def optimise(model: Any, *, steps: Collection[str] = DEFAULT, quantize: Quantization | None = None) -> list[str]:

@@ -84,8 +84,8 @@ Tensor decoder_layer(const Tensor& x, const Pass& pass, const Shape& shape, cons
   keep(pass.key_cache, slots, turned(key, pass.cos, pass.sin));
   keep(pass.value_cache, slots, parts.narrow(1, queries + keys, values).unflatten(1, {kv_heads, value_dim}));
   const optional<int64_t> window = pass.window ? optional<int64_t>(pass.window) : std::nullopt;
-  const Tensor seen = attend.call(turned(query, pass.cos, pass.sin), pass.key_cache, pass.value_cache, pass.block_table, pass.row_slot,
-                                  pass.kv_lens, pass.block_size, pass.scaling, window, {}, {});
+  const Tensor seen = attend.call(turned(query, pass.cos, pass.sin), pass.key_cache, pass.value_cache, pass.block_table,
+                                  pass.row_slot, pass.kv_lens, pass.block_size, pass.scaling, window, {}, {});
   const Tensor attention = norm(weights[3], o(seen.flatten(1), hidden));
   const auto [fed, total] = rms_norm.call(attention, weights[4].value(), shape.eps, shape.unit_offset, x);
   return at::add(total, norm(weights[5], down(activate.call(gate_up(fed, 2 * shape.width), shape.gelu), hidden)));

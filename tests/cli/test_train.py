@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from surefoot.cli import app, evaluate, generate, train
+from surefoot.drafters.shipped import ship
+from surefoot.targets.loading import load_target
 
 Invoke = Callable[..., Any]
 FAST = (
@@ -95,6 +97,24 @@ def test_evaluate_prints_the_card_and_refuses_what_was_trained_on(
     seen = surefoot("evaluate", str(drafter), "--prompts", str(drafter.parent / "prompts.jsonl"), *options)
     assert seen.exit_code == 2
     assert "were trained on" in seen.stderr
+
+
+def test_a_shipped_drafter_is_evaluated_by_its_name(
+    surefoot: Invoke, checkpoints: Path, drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.drafters.shipped.DIRECTORY", tmp_path / "shipped")
+    monkeypatch.chdir(tmp_path)
+    target = load_target(str(checkpoints / "target"), quiet=True)
+    target.name = "tiny"
+    ship(drafter, target, tmp_path / "shipped")
+    fresh = write_prompts(tmp_path / "fresh.jsonl", 100, 4)
+    options = ("-m", str(checkpoints / "target"), "--prompts", str(fresh), "--max-tokens", "8")
+    assert surefoot("evaluate", "tiny", *options).exit_code == 0
+    assert (tmp_path / "tiny-evaluation" / "card.md").exists()
+    unknown = surefoot("evaluate", "tin", *options)
+    assert unknown.exit_code == 2
+    assert "drafter tin is no directory" in unknown.stderr
+    assert "one of tiny" in unknown.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,22 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    drafter: Annotated[Path, typer.Argument(help="Directory of a DSpark / DFlash checkpoint.", metavar="DRAFTER")],
+    drafter: Annotated[
+        str,
+        typer.Argument(help="Directory of a DSpark / DFlash checkpoint, or one that is shipped.", metavar="DRAFTER"),
+    ],
     prompts: Annotated[Path, typer.Option("--prompts", help="A JSON lines file, or a folder with one per workload.")],
     target: Annotated[
         str, typer.Option("--target", "-m", help="The drafter's target.", autocompletion=options.complete_model)
     ] = options.DEFAULT_MODEL,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where the report goes.", show_default="DRAFTER/evaluation"),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where the report goes.",
+            show_default="DRAFTER/evaluation; NAME-evaluation if shipped",
+        ),
     ] = None,
     temperatures: Annotated[str, typer.Option("--temperatures", help="Sampling temperatures.")] = "0,1",
     limit: Annotated[int | None, typer.Option("--limit", help="Prompts per workload.", show_default="all")] = None,
@@ -47,8 +55,8 @@ def evaluate(
         values = tuple(float(part) for part in temperatures.split(","))
     except ValueError:
         raise ConfigurationError(f"temperatures is {temperatures!r}; allowed: numbers separated by commas") from None
-    if not drafter.is_dir():
-        raise ConfigurationError(f"drafter {drafter} is no directory: give the directory of a checkpoint")
+    directory = _directory(drafter)
+    where = output or (Path(drafter) / "evaluation" if Path(drafter).is_dir() else Path(f"{drafter}-evaluation"))
     from surefoot.training.evaluate import card, check_unseen, load_workloads
     from surefoot.training.evaluate import evaluate as measure
     from surefoot.training.measure import serving_target, set_threads
@@ -56,12 +64,11 @@ def evaluate(
 
     set_threads(threads)
     workloads = load_workloads(prompts, limit)
-    check_unseen(drafter, workloads)  # before seconds go into weights
+    check_unseen(directory, workloads)  # before seconds go into weights
     loaded = serving_target(target, device=device, dtype=dtype, quiet=json)
-    where = output or drafter / "evaluation"
     with Progress("evaluate", not json) as progress:
         report = measure(
-            loaded, drafter, workloads, where, progress,
+            loaded, directory, workloads, where, progress,
             temperatures=values, max_tokens=max_tokens, batch=batch, calibration=calibration,
         )  # fmt: skip
     if json:
@@ -69,3 +76,17 @@ def evaluate(
         return
     typer.echo(card(report))
     note(f"report, card and plots in {where}")
+
+
+def _directory(drafter: str) -> Path:
+    """Of a checkpoint, or of a drafter that the package ships."""
+    if Path(drafter).is_dir():
+        return Path(drafter)
+    from surefoot.drafters.shipped import shipped_drafters
+
+    shipped = {found.name: found.path for found in shipped_drafters()}
+    if drafter not in shipped:
+        raise ConfigurationError(
+            f"drafter {drafter} is no directory: give the directory of a checkpoint, or one of {', '.join(shipped)}"
+        )
+    return shipped[drafter]

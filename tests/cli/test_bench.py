@@ -12,13 +12,16 @@ import pytest
 from surefoot.bench import planner
 from surefoot.bench.decode import Decode
 from surefoot.bench.throughput import Row, jobs_of
+from surefoot.kernels import native
 from surefoot.sampling import SamplingParams
 
 ARMS = ("none", "fixed:2", "adaptive")
 
 
 @pytest.fixture(autouse=True)
-def _measured_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def _measured_in_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.available()  # loaded from the real cache
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("surefoot.cli.profile.QUICK_SECONDS", 0.2)
     monkeypatch.setattr("surefoot.cli.profile.LONGER_SECONDS", 0.2)
 

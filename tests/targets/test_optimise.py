@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Gemma3Config, Qwen3MoeConfig
 
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
@@ -17,7 +18,7 @@ from surefoot.targets.fused import FusedDecoder, FusedLayer, activation_of
 from surefoot.targets.optimise import STEPS, optimise
 from surefoot.targets.target import Target
 
-from .flat import FlatRunner, random_model
+from .flat import CONFIGS, FlatRunner, random_model
 
 KINDS = ["llama", "qwen2", "qwen3", "gemma3", "mistral-window", "gpt-oss", "qwen3-moe", "phi3"]
 FUSED = {"fused-norms", "fused-attention", "fused-feed-forward", "fused-layers", "fused-decoder"}
@@ -150,11 +151,42 @@ def test_layers_with_unknown_parts_are_left_alone():
     assert "fused-decoder" not in applied
 
 
+def _sees_pictures() -> Gemma3Config:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Gemma3Config(
+        text_config=CONFIGS["gemma3"]().to_dict(),
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+        **{"image_token_index": 60, "boi_token_index": 61, "eoi_token_index": 62},
+    )
+
+
+def _dense_mixture() -> Qwen3MoeConfig:
+    config = CONFIGS["qwen3-moe"]()
+    config.mlp_only_layers = [0, 1, 2]
+    return config
+
+
+@needs_native
+@pytest.mark.parametrize("config", [_sees_pictures, _dense_mixture])
+def test_a_decoder_that_is_called_otherwise_keeps_its_loop(config, monkeypatch):
+    """With embeddings in place of ids, or for more than a last hidden state."""
+    monkeypatch.setitem(CONFIGS, "unusual", config)
+    model, ids = random_model("unusual"), list(range(5, 25))
+    expected = logits(Target(copy.deepcopy(model)), ids)
+    applied = optimise(model)
+    assert {"fused-layers", "packed-head"} <= set(applied)
+    assert "fused-decoder" not in applied
+    torch.testing.assert_close(logits(Target(model), ids), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
 @needs_native
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "mistral-window"])
 def test_a_pass_over_the_paged_cache_has_a_loop_of_its_own(kind, monkeypatch):
     """With the bits of transformers' loop, features included; copies and other caches work too."""
     model = random_model(kind).to(torch.bfloat16)
+    for number, layer in enumerate(model.model.layers):  # so that one layer's is not another's
+        layer.self_attn.scaling *= 1 + number
     assert "fused-decoder" in optimise(model)
     model = copy.deepcopy(model)
     decoder = model.model

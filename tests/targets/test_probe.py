@@ -65,7 +65,8 @@ def test_a_recurrent_cache_is_recognised_by_what_is_asked_of_it(monkeypatch):
     original = model.model.layers[1].forward
 
     def stateful(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["cache"].update_conv_state(hidden_states, 1)
+        cache = kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]  # transformers 5.20, of Python 3.10
+        cache.update_conv_state(hidden_states, 1)
         return original(hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(model.model.layers[1], "forward", stateful)

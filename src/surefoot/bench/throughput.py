@@ -61,13 +61,10 @@ def build_arms(
     Raises:
         ConfigurationError: an arm that does not exist, or one that needs a drafter where there is none.
     """
+    require_arms(names, drafter)
     arms, device = [], device_for(target.device)
     for name in names:
         kind, _, width = name.partition(":")
-        if kind not in ("none", "fixed", "adaptive") or (kind == "fixed") != width.isdecimal():
-            raise ConfigurationError(f"arm is {name!r}; allowed: none, fixed:K (a width), adaptive")
-        if kind != "none" and drafter is None:
-            raise ConfigurationError(f"arm {name!r} needs a drafter: choose one, or bench the arm none alone")
         chosen = None if kind == "none" else _of_its_own(drafter)
         frontier = max(chosen.gamma + 1, getattr(chosen, "block_slots", 0)) if chosen else 1
         config = EngineConfig(
@@ -88,6 +85,16 @@ def build_arms(
         )
         arms.append(Arm(name, Engine(target, chosen, policy, config, device=device)))
     return arms
+
+
+def require_arms(names: Sequence[str], drafter: Drafter | None) -> None:
+    """Raise `ConfigurationError` for an arm that does not exist, or that needs a drafter where there is none."""
+    for name in names:
+        kind, _, width = name.partition(":")
+        if kind not in ("none", "fixed", "adaptive") or (kind == "fixed") != width.isdecimal():
+            raise ConfigurationError(f"arm is {name!r}; allowed: none, fixed:K (a width), adaptive")
+        if kind != "none" and drafter is None:
+            raise ConfigurationError(f"arm {name!r} needs a drafter: choose one, or bench the arm none alone")
 
 
 def _of_its_own(drafter: Drafter | None) -> Drafter | None:

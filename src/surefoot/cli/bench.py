@@ -67,9 +67,9 @@ def decode(
         "threads": threads,
     }
     llm = options.load_llm(model, drafter=drafter, quantize=None, **common)
-    measure_missing(llm, cost_table)
     if (tokenizer := llm.target.tokenizer) is None:
         raise ConfigurationError(f"{llm.target.name} has no tokenizer: it cannot read prompts")
+    measure_missing(llm, cost_table)
     quantized = options.load_llm(model, drafter="none", quantize="int8", **common) if int8 else None
     from surefoot.bench.decode import measure_decode
     from surefoot.targets.loading import load_untouched
@@ -187,15 +187,18 @@ def throughput(
         seed=SEED,
         max_num_seqs=max(counts),
     )
-    if "adaptive" in names:
-        measure_missing(llm, cost_table)  # and saved, where its engine below will look
-    from surefoot.bench.throughput import build_arms, measure_throughput
+    from surefoot.bench.throughput import build_arms, measure_throughput, require_arms
     from surefoot.engine.trace import TraceWriter
 
     target = llm.target
     if target.tokenizer is None:
         raise ConfigurationError(f"{target.name} has no tokenizer: it cannot read prompts")
+    require_arms(names, llm.engine.drafter)
+    if trace is not None and "adaptive" not in names:
+        raise ConfigurationError("--trace records the arm adaptive: add it to --arms")
     texts = [prompt.tokens(target.tokenizer) for prompt in asked]
+    if "adaptive" in names:
+        measure_missing(llm, cost_table)  # saved, too, where the engine of that arm looks
     built = build_arms(
         names,
         target,
@@ -206,8 +209,6 @@ def throughput(
         seed=SEED,
     )
     planned = next((arm.engine for arm in built if arm.name == "adaptive"), None)
-    if trace is not None and planned is None:
-        raise ConfigurationError("--trace records the arm adaptive: add it to --arms")
     writer = TraceWriter(trace, planned.describe()) if trace is not None and planned is not None else None
     if writer is not None and planned is not None:
         planned.add_observer(writer)

@@ -132,7 +132,7 @@ class CompiledRunner(EagerRunner):
 
     def _restore(self) -> None:
         for layer in self._compiled:
-            del layer.forward  # its class's is behind it
+            vars(layer).pop("forward", None)  # its class's is behind it
         self._compiled, self.buckets = [], ()
 
 

@@ -87,7 +87,7 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
   };
   int64_t queries = 0;  // query heads of the largest item
   for (const Item& item : items) queries = std::max(queries, (item.last - item.first) * shared);
-  const int threads = (int)std::clamp<int64_t>((int64_t)items.size(), 1, at::get_num_threads());
+  const int threads = team((int64_t)items.size(), std::numeric_limits<int64_t>::max());
 
   with_dtype(query, [&](auto* q) {
     using T = std::remove_pointer_t<decltype(q)>;

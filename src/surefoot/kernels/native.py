@@ -39,7 +39,7 @@ from surefoot.paths import cache_directory
 
 HOME = Path(__file__).parent
 SOURCES = ("native.cpp", "products.cpp", "layer.cpp", "sequential.cpp", "planning.cpp")
-HEADERS = ("vectors.hpp", "tiles.hpp", "dispatch.hpp")
+HEADERS = ("vectors.hpp", "tiles.hpp", "dispatch.hpp", "threads.hpp")
 FLAGS = ("-O3", "-mtune=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC")
 LIBRARY = "surefoot_native.so"
 DTYPES = (torch.bfloat16, torch.float32)  # what the kernels compute on
@@ -255,7 +255,9 @@ def _build(target: Path, sources: Sequence[str], flags: Sequence[str]) -> None:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
-    notice = threading.Timer(2.0, lambda: console.print("[dim]compiling native kernels…[/dim]"))
+    notice = threading.Timer(
+        2.0, lambda: console.print("[dim]compiling native kernels, once: about half a minute…[/dim]")
+    )
     notice.daemon = True
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]

@@ -6,8 +6,8 @@
 // Python and torch at every position, and passes over the logits.
 
 #include "dispatch.hpp"
+#include "threads.hpp"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
@@ -36,7 +36,7 @@ constexpr float NONE = -std::numeric_limits<float>::infinity();
 // f(row) for every row, on as many threads as torch uses; small work stays on the calling thread.
 template <class F>
 void each_row(int64_t rows, int64_t work, F f) {
-  const int threads = work < 32768 ? 1 : (int)std::min<int64_t>(at::get_num_threads(), std::max<int64_t>(rows, 1));
+  const int threads = team(rows, work);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < rows; ++row) f(row);
 }

@@ -7,7 +7,8 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "threads.hpp"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/BFloat16.h>
@@ -176,10 +177,10 @@ void with_dtype(const Tensor& t, F f) {
     TORCH_CHECK(false, "surefoot kernels take bfloat16 or float32, got ", t.scalar_type());
 }
 
-// f(begin, end) over [0, n) in `threads` contiguous parts; small work stays on the calling thread.
+// f(begin, end) over [0, n) in contiguous parts, of which some may be empty.
 template <class F>
 void split(int64_t n, int64_t work, F f) {
-  const int threads = work < 32768 ? 1 : (int)std::min<int64_t>(at::get_num_threads(), std::max<int64_t>(n, 1));
+  const int threads = team(n, work);
   if (threads == 1) return f((int64_t)0, n);
 #pragma omp parallel num_threads(threads)
   {

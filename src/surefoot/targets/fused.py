@@ -210,6 +210,7 @@ class FusedDecoder(nn.Module):
         super().__init__()
         for name, child in model.named_children():
             setattr(self, name, child)
+        self.config = model.config
         self._stock = (model,)  # in a tuple: its parts are here already
         # What rotary embedding is asked for, by layer: Gemma 3's differs between types of layers.
         typed = type(model).__name__.startswith("Gemma3")
@@ -223,13 +224,15 @@ class FusedDecoder(nn.Module):
         if {name for name, _ in model.named_children()} != set(cls.__annotations__):
             return False
         layers = list(model.layers)
-        if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
+        if len(layers) != model.config.num_hidden_layers or not all(isinstance(layer, FusedLayer) for layer in layers):
             return False
         return len({(layer.shape, layer.input_layernorm.weight.dtype) for layer in layers}) == 1
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:  # [1, T] both
-        step = options.get(STEP_ARGUMENT)
-        if not isinstance(step, PagedStep) or torch.compiler.is_compiling():
+    def forward(
+        self, input_ids: Tensor | None = None, position_ids: Tensor | None = None, **options: Any
+    ) -> Any:  # [1, T] both
+        step, given = options.get(STEP_ARGUMENT), input_ids is not None and position_ids is not None
+        if not given or not isinstance(step, PagedStep) or torch.compiler.is_compiling():
             return self._stock[0](input_ids=input_ids, position_ids=position_ids, **options)
         hidden = self.embed_tokens(input_ids)
         turned = {kind: self.rotary_emb(hidden, position_ids, *kind) for kind in dict.fromkeys(self._rotations)}

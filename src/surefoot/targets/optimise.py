@@ -28,7 +28,7 @@ from surefoot.targets.fused import (
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3")
 _ATTENTION = tuple(f"{family}Attention" for family in _FAMILIES)
 _LAYERS = tuple(f"{family}DecoderLayer" for family in _FAMILIES)
-_DECODERS = (*(f"{family}Model" for family in _FAMILIES), "Gemma3TextModel")
+_CAUSAL = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM")
 _FEED_FORWARD = tuple(f"{family}MLP" for family in _FAMILIES)
 _NORMS = {f"{family}RMSNorm": family == "Gemma3" for family in _FAMILIES}  # name -> scaled by 1 + weight?
 # Projections that every model calls as modules; a router, or anything else whose weight is read directly, is not here.
@@ -80,10 +80,10 @@ def _fuse_layers(model: Any, quantize: Quantization | None) -> bool:
 
 def _fuse_decoder(model: Any, quantize: Quantization | None) -> bool:
     """The loop over layers that were all fused before, without what transformers does around one."""
-    found = [item for item in _children(model) if type(item[2]).__name__ in _DECODERS and FusedDecoder.fits(item[2])]
-    for parent, name, decoder in found:
-        setattr(parent, name, FusedDecoder(decoder))
-    return bool(found)
+    if type(model).__name__ not in _CAUSAL or not FusedDecoder.fits(model.model):
+        return False
+    model.model = FusedDecoder(model.model)
+    return True
 
 
 def _pack_projections(model: Any, quantize: Quantization | None) -> bool:

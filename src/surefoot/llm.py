@@ -19,9 +19,7 @@ from surefoot.engine.policy import PlannerName
 from surefoot.engine.request import Request
 from surefoot.engine.trace import TraceWriter
 from surefoot.errors import ConfigurationError, RequestError
-from surefoot.profiling.fingerprint import table_path
-from surefoot.profiling.profile import Profile
-from surefoot.profiling.profile import profile as measure_costs
+from surefoot.profiling.profile import Profile, profile_and_save
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import RequestStatistics
 from surefoot.targets.target import Target
@@ -286,21 +284,8 @@ class LLM:
         progress: Callable[[float], None] | None = None,
         path: str | Path | None = None,
     ) -> Profile:
-        """Measure what a step costs, plan with that from now on, and save it for every later start of the same engine.
-
-        Args:
-            seconds: time for measured steps.
-            progress: called with the share that is done.
-            path: where to save the table (None: where every later start looks).
-
-        Raises:
-            ConfigurationError: requests are running.
-            SurefootError: it cannot be saved; it is planned with all the same.
-        """
-        found = measure_costs(self.engine, budget_s=seconds, progress=progress)
-        self.engine.use_table(found.table)
-        found.table.save(path or table_path(found.table.fingerprint))
-        return found
+        """`profile_and_save` of the engine: measure what a step costs, plan with that, and save it for later starts."""
+        return profile_and_save(self.engine, seconds, progress, path)
 
     def close(self) -> None:
         """Cancel what still runs, and close the trace."""

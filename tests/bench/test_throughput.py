@@ -20,6 +20,7 @@ from surefoot.bench.throughput import (
     jobs_of,
     measure_throughput,
     run_arm,
+    share_table,
 )
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
@@ -163,6 +164,9 @@ def test_what_an_arm_learns_about_its_sources_stays_with_it() -> None:
     assert len({id(choice) for choice in (*choices, shared.choice)}) == 3
     arms[2].engine.policy.use_table(table)  # as drift does
     assert [choice.table for choice in choices] == [None, table]
+    share_table(arms)  # as after a measurement
+    assert [choice.table for choice in choices] == [table, table]
+    assert arms[0].engine.policy.stale.table is None
 
 
 def row(arm: str, speed: float) -> Row:

@@ -61,10 +61,13 @@ def build_arms(
     Raises:
         ConfigurationError: an arm that does not exist, or one that needs a drafter where there is none.
     """
-    require_arms(names, drafter)
     arms, device = [], device_for(target.device)
     for name in names:
         kind, _, width = name.partition(":")
+        if kind not in ("none", "fixed", "adaptive") or (kind == "fixed") != width.isdecimal():
+            raise ConfigurationError(f"arm is {name!r}; allowed: none, fixed:K (a width), adaptive")
+        if kind != "none" and drafter is None:
+            raise ConfigurationError(f"arm {name!r} needs a drafter: choose one, or bench the arm none alone")
         chosen = None if kind == "none" else _of_its_own(drafter)
         frontier = max(chosen.gamma + 1, getattr(chosen, "block_slots", 0)) if chosen else 1
         config = EngineConfig(
@@ -87,14 +90,12 @@ def build_arms(
     return arms
 
 
-def require_arms(names: Sequence[str], drafter: Drafter | None) -> None:
-    """Raise `ConfigurationError` for an arm that does not exist, or that needs a drafter where there is none."""
-    for name in names:
-        kind, _, width = name.partition(":")
-        if kind not in ("none", "fixed", "adaptive") or (kind == "fixed") != width.isdecimal():
-            raise ConfigurationError(f"arm is {name!r}; allowed: none, fixed:K (a width), adaptive")
-        if kind != "none" and drafter is None:
-            raise ConfigurationError(f"arm {name!r} needs a drafter: choose one, or bench the arm none alone")
+def share_table(arms: Sequence[Arm]) -> None:
+    """Let every arm that drafts know the cost table of the adaptive one: a drafter may choose its sources by it."""
+    table = next(arm.engine.policy.stale.table for arm in arms if arm.name == "adaptive")
+    for arm in arms:
+        if table is not None and arm.name.startswith("fixed"):
+            arm.engine.use_table(table)
 
 
 def _of_its_own(drafter: Drafter | None) -> Drafter | None:

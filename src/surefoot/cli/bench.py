@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.profile import measure_missing
+from surefoot.cli.profile import measure_missing, measure_now
 from surefoot.cli.progress import progress_bar
 from surefoot.cli.report import note, print_json
 from surefoot.errors import ConfigurationError
@@ -179,26 +180,21 @@ def throughput(
         drafter=drafter,
         gamma=gamma,
         width="auto",
-        cost_table=cost_table,
+        cost_table="none",
         device=device,
         dtype=dtype,
         threads=threads,
         quantize=quantize,
         seed=SEED,
-        max_num_seqs=max(counts),
     )
-    from surefoot.bench.throughput import build_arms, measure_throughput, require_arms
+    from surefoot.bench.throughput import build_arms, measure_throughput, share_table
     from surefoot.engine.trace import TraceWriter
+    from surefoot.profiling.profile import profile_and_save
 
     target = llm.target
     if target.tokenizer is None:
         raise ConfigurationError(f"{target.name} has no tokenizer: it cannot read prompts")
-    require_arms(names, llm.engine.drafter)
-    if trace is not None and "adaptive" not in names:
-        raise ConfigurationError("--trace records the arm adaptive: add it to --arms")
     texts = [prompt.tokens(target.tokenizer) for prompt in asked]
-    if "adaptive" in names:
-        measure_missing(llm, cost_table)  # saved, too, where the engine of that arm looks
     built = build_arms(
         names,
         target,
@@ -209,6 +205,11 @@ def throughput(
         seed=SEED,
     )
     planned = next((arm.engine for arm in built if arm.name == "adaptive"), None)
+    if trace is not None and planned is None:
+        raise ConfigurationError("--trace records the arm adaptive: add it to --arms")
+    if planned is not None and cost_table == "auto" and planned.policy.lacks_table:
+        measure_now(partial(profile_and_save, planned))
+        share_table(built)
     writer = TraceWriter(trace, planned.describe()) if trace is not None and planned is not None else None
     if writer is not None and planned is not None:
         planned.add_observer(writer)

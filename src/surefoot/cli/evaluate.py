@@ -55,8 +55,8 @@ def evaluate(
         values = tuple(float(part) for part in temperatures.split(","))
     except ValueError:
         raise ConfigurationError(f"temperatures is {temperatures!r}; allowed: numbers separated by commas") from None
-    directory = _directory(drafter)
-    where = output or (Path(drafter) / "evaluation" if Path(drafter).is_dir() else Path(f"{drafter}-evaluation"))
+    directory, beside = _places(drafter)
+    where = output or beside
     from surefoot.training.evaluate import card, check_unseen, load_workloads
     from surefoot.training.evaluate import evaluate as measure
     from surefoot.training.measure import serving_target, set_threads
@@ -78,10 +78,10 @@ def evaluate(
     note(f"report, card and plots in {where}")
 
 
-def _directory(drafter: str) -> Path:
-    """Of a checkpoint, or of a drafter that the package ships."""
+def _places(drafter: str) -> tuple[Path, Path]:
+    """Directories of a checkpoint, or of a drafter that the package ships, and of its report: never in the package."""
     if Path(drafter).is_dir():
-        return Path(drafter)
+        return Path(drafter), Path(drafter) / "evaluation"
     from surefoot.drafters.shipped import shipped_drafters
 
     shipped = {found.name: found.path for found in shipped_drafters()}
@@ -89,4 +89,4 @@ def _directory(drafter: str) -> Path:
         raise ConfigurationError(
             f"drafter {drafter} is no directory: give the directory of a checkpoint, or one of {', '.join(shipped)}"
         )
-    return shipped[drafter]
+    return shipped[drafter], Path(f"{drafter}-evaluation")

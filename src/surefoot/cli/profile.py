@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,16 +85,20 @@ def profile(
 
 def measure_missing(llm: LLM, cost_table: str) -> None:
     """Where `auto` has found no cost table, measure one now: once per machine and engine, a few seconds."""
-    if cost_table != "auto" or not llm.lacks_cost_table:
-        return
+    if cost_table == "auto" and llm.lacks_cost_table:
+        measure_now(llm.profile)
+
+
+def measure_now(profile: Callable[..., Profile]) -> None:
+    """Measure and save by `profile` (`LLM.profile`, or `profile_and_save` of an engine), once more where it was unsteady."""
     note("no cost table for this engine: measuring this machine, once")
     try:
         with progress_bar("measuring") as show:
-            found = llm.profile(QUICK_SECONDS, progress=show)
+            found = profile(QUICK_SECONDS, progress=show)
         if found.unsteady > UNSTEADY:
             note("something else was running: measuring again, longer")
             with progress_bar("measuring") as show:
-                found = llm.profile(LONGER_SECONDS, progress=show)
+                found = profile(LONGER_SECONDS, progress=show)
     except SurefootError as problem:
         note(f"measured, but not for the next start: {problem}")
     else:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from surefoot.engine.request import Request
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
 from surefoot.kernels.packing import FlatBatch
-from surefoot.profiling.fingerprint import fingerprint
+from surefoot.profiling.fingerprint import fingerprint, table_path
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.planner import ForcedWidths
@@ -217,6 +218,29 @@ class SpreadWidths(ForcedWidths):
     def widths(self, step: int, limits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         count = max(len(limits), 1)
         return np.minimum(self.budget // count + (np.arange(len(limits)) < self.budget % count), limits)
+
+
+def profile_and_save(
+    engine: Engine,
+    seconds: float = BUDGET_S,
+    progress: Callable[[float], None] | None = None,
+    path: str | Path | None = None,
+) -> Profile:
+    """Measure what a step costs, plan with that from now on, and save it for every later start of the same engine.
+
+    Args:
+        seconds: time for measured steps.
+        progress: called with the share that is done.
+        path: where to save the table (None: where every later start looks).
+
+    Raises:
+        ConfigurationError: requests are running.
+        SurefootError: it cannot be saved; it is planned with all the same.
+    """
+    found = profile(engine, budget_s=seconds, progress=progress)
+    engine.use_table(found.table)
+    found.table.save(path or table_path(found.table.fingerprint))
+    return found
 
 
 def profile(

@@ -154,8 +154,9 @@ class FusedLayer(nn.Module):
         return one_dtype and isinstance(step, PagedStep) and step.stores(dtype) and not torch.compiler.is_compiling()
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:  # [1, T, hidden]
-        step, rotation = options.get(STEP_ARGUMENT), options["position_embeddings"]
-        if step is not None and self.is_native(hidden_states.dtype, step, rotation):
+        step: Any = options.get(STEP_ARGUMENT)
+        rotation = options["position_embeddings"]
+        if self.is_native(hidden_states.dtype, step, rotation):
             return in_one_call([self], [rotation], hidden_states, step)
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
         if self.four_norms:
@@ -169,7 +170,11 @@ class FusedLayer(nn.Module):
 def in_one_call(
     layers: Sequence[FusedLayer], rotations: Sequence[tuple[Tensor, Tensor]], hidden: Tensor, step: PagedStep
 ) -> Tensor:
-    """Consecutive layers of one shape over `hidden` [1, T, hidden], each with its cos and sin [1, T, R]."""
+    """Consecutive layers of one shape over `hidden` [1, T, hidden], each with its cos and sin [1, T, R]: [1, T, hidden].
+
+    Their keys and values are written into the cache of `step`. Raises RuntimeError for a cache of another dtype, or a slot
+    that is not there.
+    """
     batch, cache = step.batch, step.cache
     stored = [cache.target_kv[layer.index] for layer in layers]
     groups = [cache.target_group[layer.index] for layer in layers]

@@ -28,6 +28,7 @@ from surefoot.targets.fused import (
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3")
 _ATTENTION = tuple(f"{family}Attention" for family in _FAMILIES)
 _LAYERS = tuple(f"{family}DecoderLayer" for family in _FAMILIES)
+# Causal models that call their decoder with token ids and read its last hidden state alone.
 _CAUSAL = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM")
 _FEED_FORWARD = tuple(f"{family}MLP" for family in _FAMILIES)
 _NORMS = {f"{family}RMSNorm": family == "Gemma3" for family in _FAMILIES}  # name -> scaled by 1 + weight?

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surefoot.bench.thin_products import SHAPES
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
-from surefoot.kernels.benchmark import SHAPES
 from surefoot.kernels.linear import PackedLinear, linear_argmax, quantize_int8
 from surefoot.kernels.native import ISAS, Kernel
 

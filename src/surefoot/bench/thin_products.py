@@ -1,4 +1,4 @@
-"""`python -m surefoot.kernels.benchmark`: how near the thin matrix product comes to the memory's own speed.
+"""`python -m surefoot.bench.thin_products`: how near the thin matrix product comes to the memory's own speed.
 
 For every layer shape of the two default targets and 1 … 16 rows: the product of every instruction set that this CPU offers,
 `F.linear`, and a plain read of memory (the stream) take turns, and the medians are printed in one table. Every arm walks
@@ -111,7 +111,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m surefoot.kernels.benchmark", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m surefoot.bench.thin_products", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="row counts M")
     parser.add_argument("--isa", choices=native.ISAS, nargs="+", help="default: every one that this CPU has")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved rounds; the median is printed")

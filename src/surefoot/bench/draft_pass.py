@@ -1,4 +1,4 @@
-"""`python -m surefoot.drafters.benchmark`: what a draft pass costs on this CPU, and which part of it.
+"""`python -m surefoot.bench.draft_pass`: what a draft pass costs on this CPU, and which part of it.
 
 A drafter of random weights with the shape of a shipped one runs for 1 and for 16 requests: once with every product packed
 by itself and every token asked for, once as the engine serves it (`DSparkModel.pack`, the block drawn in one call). The
@@ -195,7 +195,7 @@ def weight_bytes(model: DSparkModel) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m surefoot.drafters.benchmark", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m surefoot.bench.draft_pass", description=__doc__)
     parser.add_argument("--model", choices=[*SHAPES], default="qwen2.5-coder-0.5b", help="whose drafter")
     parser.add_argument("--inner", type=int, default=None, help="width of the feed-forward (default: the target's)")
     parser.add_argument("--rank", type=int, default=128, help="of the sequential head")

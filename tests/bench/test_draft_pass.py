@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from surefoot.drafters import benchmark
+from surefoot.bench import draft_pass as benchmark
 from surefoot.kernels import native
 
 TINY = {

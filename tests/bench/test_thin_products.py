@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from surefoot.kernels import benchmark, native
+from surefoot.bench import thin_products as benchmark
+from surefoot.kernels import native
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from surefoot.cache.blocks import BlockManager, BlockPool
+from surefoot.cache.layers import Group
 from surefoot.errors import ConfigurationError
 
 
@@ -26,7 +27,7 @@ def test_a_prefix_is_shared_by_content_and_the_last_token_always_runs() -> None:
     assert blocks.pools[0].num_used == 0
 
 
-def test_the_same_tokens_behind_another_prefix_are_not_shared() -> None:
+def test_the_same_tokens_after_another_prefix_are_not_shared() -> None:
     blocks = BlockManager((None,), (20,), 4)
     blocks.admit(0, [1] * 9)
     blocks.reserve(0, 9)
@@ -56,7 +57,7 @@ def test_a_released_prefix_survives_until_its_blocks_are_needed() -> None:
     assert blocks.admit(3, list(range(9))) == 0
 
 
-def test_a_sliding_group_frees_blocks_behind_its_window_and_still_serves_a_hit() -> None:
+def test_a_sliding_group_frees_blocks_before_its_window_and_still_serves_a_hit() -> None:
     blocks = BlockManager((None, 8), (40, 40), 4)
     tokens = list(range(40))
     blocks.admit(0, tokens)
@@ -78,18 +79,40 @@ def test_reserve_takes_nothing_when_one_group_is_full() -> None:
     assert [pool.num_used for pool in blocks.pools] == [0, 0]
 
 
+def test_a_compressed_group_holds_fewer_blocks_and_bounds_what_is_shared() -> None:
+    blocks = BlockManager((None, Group(stride=3)), (40, 40), 4)
+    tokens = list(range(40))
+    blocks.admit(0, tokens)
+    grown = blocks.reserve(0, 41)
+    assert grown is not None
+    assert [(group, first, len(new)) for group, first, new in grown] == [(0, 0, 11), (1, 0, 4)]
+    assert blocks.reserve(0, 44) == []  # eleven blocks of 4 positions, four of 12
+    assert [(group, first, len(new)) for group, first, new in blocks.reserve(0, 49) or []] == [(0, 11, 2), (1, 4, 1)]
+    blocks.commit(0, tokens, 39)
+    assert blocks.admit(1, [*tokens, 7]) == 36  # 36 positions end a block in both groups: 9 of one, 3 of the other
+    assert [len(group) for group in blocks.sequences[1].blocks] == [9, 3]
+    assert blocks.sequences[1].blocks[1] == blocks.sequences[0].blocks[1][:3]
+    assert blocks.admit(2, tokens[:25]) == 24
+    assert (
+        blocks.admit(3, [*tokens[:20], 99, *tokens[21:]]) == 12
+    )  # five blocks of one group match, but one of the other
+    for slot in range(4):
+        blocks.release(slot)
+    assert [pool.num_used for pool in blocks.pools] == [0, 0]
+
+
 def test_a_group_without_blocks_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="at least 2 blocks"):
         BlockPool(1)
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Random requests over two groups; a model keeps what every sequence may rely on."""
+    """Random requests over a full, a sliding and a compressed group; a model keeps what every sequence may rely on."""
 
     @initialize(size=st.sampled_from([1, 2, 4]), prefix_reuse=st.booleans())
     def build(self, size: int, prefix_reuse: bool) -> None:
-        self.manager = BlockManager((None, 5), (30, 24), size, prefix_reuse=prefix_reuse)
-        self.size = size
+        self.manager = BlockManager((None, 5, Group(stride=2)), (30, 24, 15), size, prefix_reuse=prefix_reuse)
+        self.sizes = (size, size, 2 * size)  # positions per block of each group
         self.live: dict[int, tuple[list[int], int]] = {}  # slot -> tokens, committed
         self.content: dict[
             tuple[int, int], tuple[int, ...]
@@ -104,7 +127,8 @@ class BlockMachine(RuleBasedStateMachine):
         for group, blocks in enumerate(self.manager.sequences[slot].blocks):
             for index, block in enumerate(blocks):
                 if block:
-                    assert self.content[group, block] == tuple(tokens[: (index + 1) * self.size])
+                    assert self.content[group, block] == tuple(tokens[: (index + 1) * self.sizes[group]])
+        assert cached % self.sizes[2] == 0
         self.live[slot] = (tokens, cached)
 
     @precondition(lambda self: self.live)
@@ -126,12 +150,15 @@ class BlockMachine(RuleBasedStateMachine):
         before = [list(blocks) for blocks in self.manager.sequences[slot].blocks]
         self.manager.commit(slot, tokens, committed)
         for group, blocks in enumerate(before):
-            for index, block in enumerate(blocks[: committed // self.size]):
+            for index, block in enumerate(blocks[: committed // self.sizes[group]]):
                 if block:
-                    self.content[group, block] = tuple(tokens[: (index + 1) * self.size])
+                    self.content[group, block] = tuple(tokens[: (index + 1) * self.sizes[group]])
         window_start = max(0, committed - 5 + 1)
         assert all(self.manager.sequences[slot].blocks[0])
-        assert all(self.manager.sequences[slot].blocks[1][window_start // self.size :])
+        assert all(self.manager.sequences[slot].blocks[1][window_start // self.sizes[1] :])
+        assert all(self.manager.sequences[slot].blocks[2])
+        for held, positions in zip(self.manager.sequences[slot].blocks, self.sizes, strict=True):
+            assert len(held) >= -(-(len(tokens) + 2) // positions)
         self.live[slot] = (tokens, committed)
 
     @precondition(lambda self: self.live)

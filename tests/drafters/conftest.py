@@ -71,7 +71,7 @@ class Scene:
             positions=position,
             row_slot=slot,
             kv_lens=position + 1,
-            cache_slots=(slots,) * len(self.cache.windows),
+            cache_slots=(slots,) * len(self.cache.groups),
             block_tables=self.cache.block_tables,
             qo_indptr=counts.cumsum(0),
             logit_rows=torch.zeros(0, dtype=torch.int64),

@@ -39,7 +39,7 @@ class CheapTarget:
 
         self.name, self.vocab_size, self.num_layers = f"cheap-{windows}", vocab_size, len(windows)
         self.config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=vocab_size, num_hidden_layers=len(windows))
-        self.layers = tuple(LayerSpec(HEADS, HEAD_DIM, HEAD_DIM, window) for window in windows)
+        self.layers = tuple(LayerSpec.attention(HEADS, HEAD_DIM, HEAD_DIM, window) for window in windows)
         self.embed_tokens = nn.Embedding(vocab_size, HIDDEN, _weight=random(vocab_size, HIDDEN) * 4)
         self.lm_head = nn.Linear(HIDDEN, vocab_size, bias=False)
         self.lm_head.weight = nn.Parameter(random(vocab_size, HIDDEN) * 6)

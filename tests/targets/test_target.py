@@ -131,7 +131,7 @@ def test_a_window_counts_its_own_position():
 def test_target_describes_itself():
     target = twins("gemma3")[1]
     assert (target.vocab_size, target.hidden_size, target.num_layers) == (64, 32, 3)
-    assert (target.layers[0].num_kv_heads, target.layers[0].head_dim, target.layers[0].value_dim) == (2, 16, 16)
+    assert target.layers[0].entry == ((2, 16), (2, 16))
     assert target.eos_token_ids == {2}
     assert target.max_model_len == 128
     assert target.dtype == torch.float32

@@ -8,11 +8,14 @@ until it is handed out again, oldest first.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import lcm
 
 import numpy as np
 
+from surefoot.cache.layers import Group
 from surefoot.errors import ConfigurationError
 
 
@@ -67,36 +70,45 @@ class BlockPool:
 
 
 @dataclass
-class Sequence:
+class HeldBlocks:
     """Blocks held for one state slot."""
 
-    blocks: list[list[int]]  # per group, by block index; 0 where freed behind the window
-    keys: list[bytes] = field(default_factory=list)  # content hash of every full committed block
+    blocks: list[list[int]]  # per group, by block index; 0 where freed before the window
+    keys: list[bytes] = field(default_factory=list)  # content hash of every `block_size` committed positions
     freed: list[int] = field(default_factory=list)  # per group: block indices below this are freed
 
 
 def block_key(parent: bytes, tokens: list[int]) -> bytes:
-    """Content hash of a block: its tokens and, through `parent`, everything in front of it."""
+    """Content hash of a block: its tokens and, through `parent`, everything before it."""
     return blake2b(np.asarray(tokens, dtype=np.int64).tobytes(), key=parent, digest_size=16).digest()
 
 
 class BlockManager:
     """Blocks of all running requests over all cache groups.
 
+    A block holds `block_size` entries. Groups differ in how many positions an entry stands for, so the same request holds more
+    blocks in one group than in another; a prefix is reused in units of positions that end a block in every group.
+
     Args:
-        windows: attention window of each group; None sees everything.
+        groups: what the layers of each group see and store; None or a window stands for a group with an entry per position.
         group_blocks: blocks of each group.
-        block_size: positions a block holds.
+        block_size: entries a block holds.
         prefix_reuse: whether committed blocks are indexed and matched.
     """
 
     def __init__(
-        self, windows: tuple[int | None, ...], group_blocks: tuple[int, ...], block_size: int, prefix_reuse: bool = True
+        self,
+        groups: Sequence[Group | int | None],
+        group_blocks: Sequence[int],
+        block_size: int,
+        prefix_reuse: bool = True,
     ) -> None:
-        self.windows, self.block_size, self.prefix_reuse = windows, block_size, prefix_reuse
+        self.groups = tuple(group if isinstance(group, Group) else Group(group) for group in groups)
+        self.block_size, self.prefix_reuse = block_size, prefix_reuse
         self.pools = [BlockPool(count) for count in group_blocks]
-        self._sliding = [group for group, window in enumerate(windows) if window is not None]
-        self.sequences: dict[int, Sequence] = {}
+        self._sliding = [index for index, group in enumerate(self.groups) if group.window is not None]
+        self._unit = lcm(*(group.stride for group in self.groups))  # keys that end a block in every group
+        self.sequences: dict[int, HeldBlocks] = {}
 
     def admit(self, slot: int, token_ids: list[int]) -> int:
         """Open a sequence in `slot` and share every cached block of its prefix.
@@ -108,10 +120,10 @@ class BlockManager:
         """
         keys = self._keys(token_ids[:-1]) if self.prefix_reuse else []
         count = self._match(keys)
-        sequence = Sequence([[] for _ in self.windows], keys[:count], [0] * len(self.windows))
-        for group, pool in enumerate(self.pools):
+        sequence = HeldBlocks([[] for _ in self.groups], keys[:count], [0] * len(self.groups))
+        for group, (spec, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             first = self._first_visible(group, count * self.block_size)
-            for index, key in enumerate(keys[:count]):
+            for index, key in enumerate(keys[spec.stride - 1 : count : spec.stride]):
                 block = pool.lookup(key) if index >= first else None
                 if block is not None:
                     pool.share(block)
@@ -129,45 +141,48 @@ class BlockManager:
         return keys
 
     def _match(self, keys: list[bytes]) -> int:
-        """Largest number of leading blocks that every group can serve."""
+        """Largest number of leading keys that every group can serve, a multiple of what ends a block in all of them."""
         count = len(keys)
-        for group, pool in enumerate(self.pools):
-            if self.windows[group] is None:
-                count = next((i for i in range(count) if pool.lookup(keys[i]) is None), count)
-        while count and not all(
-            pool.lookup(keys[i]) is not None
-            for group, pool in enumerate(self.pools)
-            if self.windows[group] is not None
-            for i in range(self._first_visible(group, count * self.block_size), count)
-        ):
-            count -= 1
+        for spec, pool in zip(self.groups, self.pools, strict=True):
+            if spec.window is None:
+                ends = keys[spec.stride - 1 : count : spec.stride]
+                held = next((index for index, key in enumerate(ends) if pool.lookup(key) is None), len(ends))
+                count = min(count, held * spec.stride)
+        count -= count % self._unit
+        while count and not all(self._serves(group, keys, count) for group in self._sliding):
+            count -= self._unit
         return count
 
+    def _serves(self, group: int, keys: list[bytes], count: int) -> bool:
+        """Whether `group` holds every block that a row after `count` keys can see."""
+        stride, pool = self.groups[group].stride, self.pools[group]
+        first = self._first_visible(group, count * self.block_size)
+        return all(pool.lookup(key) is not None for key in keys[stride - 1 : count : stride][first:])
+
     def _first_visible(self, group: int, length: int) -> int:
-        """Index of the first block that a row at position `length` can see."""
-        window = self.windows[group]
-        return 0 if window is None else max(0, length - window + 1) // self.block_size
+        return self.groups[group].first_visible(length, self.block_size)
 
     def reserve(self, slot: int, length: int) -> list[tuple[int, int, list[int]]] | None:
         """Hold blocks for `length` positions of `slot`.
 
-        What a rejection leaves empty behind the committed length is kept: the next step's frontier reaches at least as far.
+        What a rejection leaves empty after the committed length is kept: the next step's frontier reaches at least as far.
 
         Returns:
             (group, first block index, new block ids) of every group that grew; None, with nothing taken, when a pool is empty.
         """
         held = self.sequences[slot].blocks
-        first = len(held[0])  # as long in every group
-        count = -(-length // self.block_size) - first
-        if count <= 0:
-            return []
-        if any(count > pool.num_free for pool in self.pools):
+        missing = [
+            max(0, -(-length // group.positions_per_block(self.block_size)) - len(blocks))
+            for group, blocks in zip(self.groups, held, strict=True)
+        ]
+        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
             return None
         grown = []
-        for group, (blocks, pool) in enumerate(zip(held, self.pools, strict=True)):
-            new = [pool.allocate() for _ in range(count)]
-            grown.append((group, first, new))
-            blocks.extend(new)
+        for group, (count, blocks, pool) in enumerate(zip(missing, held, self.pools, strict=True)):
+            if count:
+                new = [pool.allocate() for _ in range(count)]
+                grown.append((group, len(blocks), new))
+                blocks.extend(new)
         return grown
 
     def table(self, slot: int) -> list[tuple[int, int, list[int]]]:
@@ -187,9 +202,9 @@ class BlockManager:
             parent = sequence.keys[-1] if sequence.keys else b""
             key = block_key(parent, token_ids[index * size : (index + 1) * size])
             sequence.keys.append(key)
-            for group, pool in enumerate(self.pools):
-                block = sequence.blocks[group][index]
-                if block:
+            for group, (spec, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+                number, rest = divmod(index + 1, spec.stride)
+                if not rest and (block := sequence.blocks[group][number - 1]):
                     pool.register(block, key)
         for group in self._sliding:
             blocks = sequence.blocks[group]

@@ -563,7 +563,7 @@ class DSparkDrafter:
         self.feature_layers = config.target_layer_ids
         self.block_slots = config.block_size
         self.cache_layers = tuple(
-            LayerSpec(config.num_key_value_heads, config.head_dim, config.head_dim, self._cache_window(layer))
+            LayerSpec.attention(config.num_key_value_heads, config.head_dim, config.head_dim, self._cache_window(layer))
             for layer in range(config.num_hidden_layers)
         )
 
@@ -718,13 +718,14 @@ class DSparkDrafter:
         kv_lens = ends.unsqueeze(1).expand_as(positions).flatten()
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            storage = cache.drafter_kv[index]
-            _store(storage, write, (key, value))
+            key_cache, value_cache = cache.drafter_kv[index]
+            _store((key_cache, value_cache), write, (key, value))
 
             def run(query: Tensor, row_slot: Tensor, kv_lens: Tensor, window: int | None) -> Tensor:
                 return paged_attention(
-                    query.to(storage[0].dtype),
-                    *storage,
+                    query.to(key_cache.dtype),
+                    key_cache,
+                    value_cache,
                     table,
                     row_slot,
                     kv_lens,
@@ -756,7 +757,7 @@ class DSparkDrafter:
         return None if window is None else window + self.block_slots
 
 
-def _store(storage: tuple[Tensor, Tensor], slots: Tensor, key_value: tuple[Tensor, Tensor]) -> None:
+def _store(storage: tuple[Tensor, ...], slots: Tensor, key_value: tuple[Tensor, Tensor]) -> None:
     for kept, new in zip(storage, key_value, strict=True):
         kept.index_copy_(0, slots, new.to(kept.dtype))
 

@@ -101,7 +101,7 @@ class Engine:
             device=target.device,
         )
         self.blocks = BlockManager(
-            self.cache.windows, self.cache.group_blocks, config.block_size, prefix_reuse=config.prefix_reuse
+            self.cache.groups, self.cache.group_blocks, config.block_size, prefix_reuse=config.prefix_reuse
         )
         self.scheduler = Scheduler(self.blocks, config.max_num_seqs, config.max_num_batched_tokens, frontier)
         self.state = DeviceState(config.max_num_seqs, self.max_model_len, room + 1, target.device)
@@ -424,8 +424,6 @@ def _cache_blocks(
         return wanted, min(window_blocks, wanted)
     layers = [spec for spec in target.layers if spec.window is None]
     layers += list(drafter.cache_layers) if drafter else []
-    block_bytes = (
-        sum(spec.num_kv_heads * (spec.head_dim + spec.value_dim) for spec in layers) * target.dtype.itemsize * size
-    )
-    affordable = config.cache_bytes // max(block_bytes, 1)
+    block_bytes = sum(spec.entry_size / spec.stride for spec in layers) * target.dtype.itemsize * size
+    affordable = int(config.cache_bytes // max(block_bytes, 1))
     return 1 + max(per_sequence, min(per_sequence * config.max_num_seqs, affordable)), window_blocks

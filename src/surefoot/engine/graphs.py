@@ -242,7 +242,7 @@ class CudaGraphRunner:
         if not self.sizes:
             return
         capture = self._capture or CudaCapture()
-        self._buffers = _Buffers.zeros(self.sizes[-1], len(cache.windows), self.target.device)
+        self._buffers = _Buffers.zeros(self.sizes[-1], len(cache.groups), self.target.device)
         self._prepared = (cache, feature_layers)
         try:
             for size in reversed(self.sizes):

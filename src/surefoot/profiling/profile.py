@@ -329,8 +329,11 @@ def _contexts_that_fit(engine: Engine, contexts: tuple[int, ...]) -> tuple[int, 
     room = engine.scheduler.frontier + 2
     size, seqs = engine.config.block_size, engine.config.max_num_seqs
     # A sliding group gives blocks back as a request grows; the others must hold all of it.
-    pools = zip(engine.blocks.pools, engine.cache.windows, strict=True)
-    blocks = min((pool.num_blocks - 1 for pool, window in pools if window is None), default=engine.max_model_len * seqs)
+    pools = zip(engine.blocks.pools, engine.cache.groups, strict=True)
+    blocks = min(
+        ((pool.num_blocks - 1) * group.stride for pool, group in pools if group.window is None),
+        default=engine.max_model_len * seqs,
+    )
     longest = min(engine.max_model_len - room, blocks // seqs * size - 2 * room)
     fitting = {max(1, min(length, longest)) for length in contexts}
     if len(fitting) == 1 and longest >= 8:

@@ -76,7 +76,7 @@ class _Recorder(FlatCache):
                 raise _refusal(self.architecture, f"layer {layer} masks positions in a way surefoot does not know")
             window = mask.item() or None
         self.pending = None
-        self.layers[layer] = LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], window)
+        self.layers[layer] = LayerSpec.attention(key.shape[1], key.shape[-1], value.shape[-1], window)
         self.modules[layer] = module
         return query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
 

@@ -167,7 +167,7 @@ class TargetReader:
             positions=positions,
             row_slot=owner,
             kv_lens=positions + 1,
-            cache_slots=tuple(cache.cache_slots(group, owner, positions) for group in range(len(cache.windows))),
+            cache_slots=tuple(cache.cache_slots(group, owner, positions) for group in range(len(cache.groups))),
             block_tables=cache.block_tables,
             qo_indptr=lengths.cumsum(0),
             logit_rows=logit_rows,

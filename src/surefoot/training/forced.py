@@ -219,7 +219,7 @@ class _Reader:
             positions=positions,
             row_slot=slots,
             kv_lens=positions + 1,
-            cache_slots=tuple(self.cache.cache_slots(g, slots, positions) for g in range(len(self.cache.windows))),
+            cache_slots=tuple(self.cache.cache_slots(g, slots, positions) for g in range(len(self.cache.groups))),
             block_tables=self.cache.block_tables,
             qo_indptr=torch.cat([ends.new_zeros(1), ends]),
             logit_rows=logit_rows,

@@ -125,7 +125,7 @@ class BulkSampler:
             positions=positions,
             row_slot=owner,
             kv_lens=positions + 1,
-            cache_slots=tuple(cache.cache_slots(group, owner, positions) for group in range(len(cache.windows))),
+            cache_slots=tuple(cache.cache_slots(group, owner, positions) for group in range(len(cache.groups))),
             block_tables=cache.block_tables,
             qo_indptr=indptr,
             logit_rows=torch.arange(len(owner), device=owner.device) if logit_rows is None else logit_rows,

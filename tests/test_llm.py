@@ -9,7 +9,7 @@ import pytest
 
 from surefoot import LLM, SamplingParams
 from surefoot.errors import ConfigurationError, RequestError
-from surefoot.llm import _checked_text
+from surefoot.prompts import checked_text
 from tests.tiny_models import tiny_target
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9)
@@ -82,12 +82,12 @@ def test_what_cannot_be_served_is_refused_in_words(llm: LLM) -> None:
         llm.generate([[64]], PARAMS, progress=False)
     with pytest.raises(ConfigurationError, match="no tokenizer"):
         llm.generate("text", PARAMS, progress=False)
-    with pytest.raises(RequestError, match="no chat template"):
+    with pytest.raises(ConfigurationError, match="no tokenizer"):
         llm.chat([{"role": "user", "content": "hi"}], PARAMS)
     assert not llm.engine.has_work
 
 
 def test_bytes_that_are_no_text_are_a_request_error() -> None:
-    assert _checked_text("né \N{PILE OF POO}") == "né \N{PILE OF POO}"
+    assert checked_text("né \N{PILE OF POO}") == "né \N{PILE OF POO}"
     with pytest.raises(RequestError, match="character 2 stands for a byte that is not UTF-8"):
-        _checked_text("ok\udcff")
+        checked_text("ok\udcff")

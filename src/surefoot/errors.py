@@ -33,3 +33,7 @@ class CostTableError(SurefootError):
 
 class RequestError(SurefootError, ValueError):
     """A request whose prompt or sampling parameters cannot be served."""
+
+
+class PromptError(RequestError, TypeError):
+    """A prompt, a conversation, or template arguments in a form that is not understood."""

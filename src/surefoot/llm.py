@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,10 @@ from surefoot.engine.request import Request
 from surefoot.engine.trace import TraceWriter
 from surefoot.errors import ConfigurationError, RequestError
 from surefoot.profiling.profile import Profile, profile_and_save
+from surefoot.prompts import Message, Prompt, as_prompt, as_prompts, conversation_tokens
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import RequestStatistics
 from surefoot.targets.target import Target
-
-Prompt = str | Sequence[int]
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -220,14 +218,14 @@ class LLM:
         """Complete every prompt; all of them run together, as far as slots and cache allow.
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
+            prompts: one prompt or several, in any form that `surefoot.prompts.FORMS` names.
             params: one for all prompts, or one each.
             progress: show a progress bar when standard error is a terminal.
 
         Returns:
             One output per prompt, in order.
         """
-        batch = _as_batch(prompts)
+        batch = as_prompts(prompts)
         settings = _as_params(params, len(batch))
         requests = []
         try:
@@ -241,29 +239,40 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt step by step; leaving the iteration early cancels the request."""
-        request = self._add(prompt, params or SamplingParams())
+        request = self._add(as_prompt(prompt), params or SamplingParams())
         return Stream(self._events(request), request)
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, *, progress: bool = False
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = False,
     ) -> RequestOutput:
         """Answer a conversation, through the target's chat template."""
-        return self.generate([self.chat_tokens(messages)], params, progress=progress)[0]
+        return self.generate([self.chat_tokens(messages, chat_template_kwargs)], params, progress=progress)[0]
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Stream:
-        return self.stream(self.chat_tokens(messages), params)
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Stream:
+        """Answer a conversation step by step."""
+        return self.stream(self.chat_tokens(messages, chat_template_kwargs), params)
 
-    def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation up to where the assistant's answer begins."""
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError(
-                f"{self.target.name} has no chat template: use `surefoot generate`, or a model that was tuned for chat"
-            )
-        for message in messages:
-            if isinstance(message.get("content"), str):
-                _checked_text(message["content"])
-        encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+    def chat_tokens(
+        self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation up to where the assistant's answer begins.
+
+        Args:
+            messages: mappings with `role` and `content`.
+            chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": False}`.
+        """
+        return conversation_tokens(self.tokenizer, self.target.name, messages, chat_template_kwargs)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: design.md section 7."""
@@ -298,12 +307,12 @@ class LLM:
 
     # -- inside ------------------------------------------------------------------------------------------------------------
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _add(self, prompt: str | list[int], params: SamplingParams) -> Request:
         if not isinstance(prompt, str):
             return self.engine.add_request(prompt, params)
         if self.tokenizer is None:
             raise ConfigurationError(f"{self.target.name} has no tokenizer: give prompts as token ids")
-        return self.engine.add_request(self.tokenizer(_checked_text(prompt))["input_ids"], params, prompt=prompt)
+        return self.engine.add_request(self.tokenizer(prompt)["input_ids"], params, prompt=prompt)
 
     def _drain(self, requests: list[Request], progress: bool) -> None:
         start, tokens = time.monotonic(), 0
@@ -324,26 +333,6 @@ class LLM:
                         yield event
         finally:
             self.engine.cancel(request.request_id)
-
-
-def _checked_text(text: str) -> str:
-    """The text, if a tokenizer can read it: bytes that were no UTF-8 arrive as lone surrogates, which none can."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as problem:
-        raise RequestError(
-            f"the prompt is not valid text: character {problem.start} stands for a byte that is not UTF-8; give UTF-8"
-        ) from problem
-    return text
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if items and isinstance(items[0], int):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -61,7 +61,7 @@ def test_profile_measures_saves_and_plans_from_then_on(tmp_path: Path, monkeypat
     assert set(first.stats()["reasons"]) > {"no_table"}
     second = started()
     assert not second.lacks_cost_table
-    assert second.engine.policy.stale.table == found.table
+    assert second.engine.policy.costs.table == found.table
     assert not started(cost_table="none", width=2).lacks_cost_table  # nothing is planned
     assert started(cost_table="none").lacks_cost_table
 

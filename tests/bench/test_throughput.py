@@ -20,7 +20,6 @@ from surefoot.bench.throughput import (
     jobs_of,
     measure_throughput,
     run_arm,
-    share_table,
 )
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
@@ -162,11 +161,8 @@ def test_what_an_arm_learns_about_its_sources_stays_with_it() -> None:
     assert all(isinstance(drafter, CombinedDrafter) and drafter.trained is trained for drafter in drafters)
     choices = [drafter.choice for drafter in drafters if isinstance(drafter, CombinedDrafter)]
     assert len({id(choice) for choice in (*choices, shared.choice)}) == 3
-    arms[2].engine.policy.use_table(table)  # as drift does
-    assert [choice.table for choice in choices] == [None, table]
-    share_table(arms)  # as after a measurement
-    assert [choice.table for choice in choices] == [table, table]
-    assert arms[0].engine.policy.stale.table is None
+    arms[2].engine.policy.costs.use(table)  # as drift does
+    assert [choice.costs.table for choice in choices] == [None, table]
 
 
 def row(arm: str, speed: float) -> Row:

@@ -21,6 +21,7 @@ from surefoot.kernels import native
 from surefoot.profiling.profile import profile
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
+from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.sources import COMPARE_EVERY, PROBE_EVERY, CombinedConfidence, SourceChoice
 from surefoot.speculation.statistics import Statistics
 from tests.engine.engines import FixedChoice, QueueDevice, build, greedy_oracle, tiny_drafter, tiny_dspark
@@ -256,31 +257,31 @@ def blocks(choice: SourceChoice, *, match: int, accepted: int, drawn: bool, coun
 
 
 def test_before_anything_is_known_long_matches_are_copied_and_fresh_text_is_drafted() -> None:
-    takes = SourceChoice(4, 4, 16, table=COSTS).takes_lookup(1, 100.0)
+    takes = SourceChoice(4, 4, 16, costs=LiveCost(COSTS)).takes_lookup(1, 100.0)
     assert not takes[:3].any()
     assert takes[8:].all()
 
 
 def test_the_choice_follows_what_each_source_achieved() -> None:
-    good = SourceChoice(4, 4, 16, table=COSTS)
+    good = SourceChoice(4, 4, 16, costs=LiveCost(COSTS))
     blocks(good, match=4, accepted=4, drawn=False)
     blocks(good, match=2, accepted=0, drawn=False)
     blocks(good, match=0, accepted=2, drawn=True)
     assert good.takes_lookup(1, 100.0)[4:].all()
     assert not good.takes_lookup(1, 100.0)[:3].any()
 
-    misled = SourceChoice(4, 4, 16, table=COSTS)
+    misled = SourceChoice(4, 4, 16, costs=LiveCost(COSTS))
     blocks(misled, match=12, accepted=0, drawn=False)
     blocks(misled, match=4, accepted=4, drawn=True)
     assert not misled.takes_lookup(1, 100.0).any()
 
 
 def test_equal_drafts_go_to_the_one_that_costs_nothing() -> None:
-    choice = SourceChoice(4, 4, 16, table=COSTS)
+    choice = SourceChoice(4, 4, 16, costs=LiveCost(COSTS))
     for drawn in (True, False):
         blocks(choice, match=8, accepted=3, drawn=drawn, count=400)
     assert choice.takes_lookup(1, 100.0)[8]
-    choice.table = None
+    choice.costs.use(None)
     alone = choice.takes_lookup(1, 100.0, skips_model=False)
     assert alone.shape == (17,)
     assert not alone[0]
@@ -393,14 +394,14 @@ def test_a_model_that_does_not_pay_rests_and_is_tried_again(reads_are_free: bool
 def test_neither_source_is_written_off_for_ever() -> None:
     """A step now and then belongs to the source that was believed the worse one, and its outcomes turn the choice."""
     match = torch.tensor([0, 2, 12])
-    choice = SourceChoice(4, 4, 16, table=COSTS)
+    choice = SourceChoice(4, 4, 16, costs=LiveCost(COSTS))
     blocks(choice, match=12, accepted=0, drawn=False)
     blocks(choice, match=0, accepted=4, drawn=True)
     decisions = [choice.decide(match, 100).tolist() for _ in range(COMPARE_EVERY)]
     assert decisions.count([False] * 3) == COMPARE_EVERY - 1
     assert decisions.count([False, True, True]) == 1
 
-    other = SourceChoice(4, 4, 16, table=DEAR)
+    other = SourceChoice(4, 4, 16, costs=LiveCost(DEAR))
     blocks(other, match=12, accepted=4, drawn=False)
     blocks(other, match=0, accepted=0, drawn=True)
     decisions = [other.decide(match, 100).tolist() for _ in range(COMPARE_EVERY)]

@@ -215,7 +215,7 @@ def test_a_persistent_difference_between_predicted_and_measured_time_rescales_th
     for _ in range(4):
         greedy(engine)
     assert engine.statistics.rescales > 0
-    assert engine.policy.stale.table is not tiny
+    assert engine.policy.costs.table is not tiny
 
 
 @pytest.mark.parametrize(
@@ -227,21 +227,22 @@ def test_a_changed_table_reaches_the_planners(
     """A correction leaves the unit of time, and what past steps have taught about its price."""
     engine = build(tiny_target("qwen3"), "prompt-lookup", table=CostTable((1, 64), ((10.0, 20.0),)))
     policy, rows = engine.policy, list[int | None]()
-    assert policy.drift is not None
+    drift = policy.costs._drift
+    assert drift is not None
     assert isinstance(policy.current, StoppingPlanner)
-    before, prices = policy.drift.table, policy.current.prices
+    before, prices = drift.table, policy.current.prices
 
     def observe(predicted_ms: float, measured_ms: float, tokens: int | None = None) -> Correction | Rescale | None:
         rows.append(tokens)
         return change
 
-    monkeypatch.setattr(policy.drift, "observe", observe)
-    policy.drift.table = before.corrected({0: 1.5})
+    monkeypatch.setattr(drift, "observe", observe)
+    drift.table = before.corrected({0: 1.5})
     greedy(engine)
     assert rows
     assert all(count is not None and count >= 1 for count in rows)
-    wanted = before if change is None else policy.drift.table
-    assert policy.stale.table is policy.current.table is wanted
+    wanted = before if change is None else drift.table
+    assert policy.stale.table is policy.current.table is policy.costs.table is wanted
     assert (policy.current.prices is not prices) == forgets
     assert engine.statistics.rescales == (0 if change is None else len(rows))
 

@@ -171,7 +171,7 @@ def policy_for(max_num_seqs: int, gamma: int = 4, cost_table: str | Path = "auto
     target = tiny_target()
     settings = EngineConfig(max_num_seqs=max_num_seqs, **config)
     drafter = tiny_drafter(target, "prompt-lookup", gamma)
-    return make_policy(target, drafter, width=None, config=settings, cost_table=cost_table).stale.table
+    return make_policy(target, drafter, width=None, config=settings, cost_table=cost_table).costs.table
 
 
 def test_a_table_is_found_by_fingerprint_and_serves_fewer_requests(cache: Path) -> None:

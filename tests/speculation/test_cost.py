@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from surefoot.errors import CostTableError, SurefootError
 from surefoot.speculation import ConfidenceBoard, Correction, CostTable, DriftTracker, StalePlanner, StepLoad
+from surefoot.speculation.live_cost import LiveCost
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"token_buckets": ()}, "empty"),
@@ -156,10 +157,10 @@ def test_every_foreign_form_decides_like_the_original(ours: CostTable, requests:
         board.publish(step, seats, rng.random((requests, gamma)).astype(np.float32).cumprod(1))
         published = board.read(step + 1, seats)
         load = StepLoad(requests, [gamma] * requests)
-        decision = StalePlanner(gamma, ours).decide(published, load)
+        decision = StalePlanner(gamma, LiveCost(ours)).decide(published, load)
         for form in forms:
             np.testing.assert_allclose(form.step_costs(requests, requests, requests * gamma + 1), expected, rtol=1e-9)
-            theirs = StalePlanner(gamma, form).decide(published, load)
+            theirs = StalePlanner(gamma, LiveCost(form)).decide(published, load)
             if form.is_flat == ours.is_flat:
                 assert theirs.budget == decision.budget
 

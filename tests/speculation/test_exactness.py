@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.speculation import CausalPlanner, CostTable, StepLoad, StoppingPlanner, allocate
+from surefoot.speculation.live_cost import LiveCost
 
 Law = dict[tuple[int, ...], float]
 Model = Callable[[tuple[int, ...]], np.ndarray]  # prefix -> distribution over the next token
@@ -126,9 +127,9 @@ def test_a_planner_that_looks_ahead_turns_seventy_into_eighty_five_percent() -> 
 @pytest.mark.parametrize("rule", ["causal", "causal to the letter", "stopping", "stopping, taught", "stopping, priced"])
 def test_our_planners_leave_it_at_seventy(rule: str) -> None:
     planner = (
-        StoppingPlanner(2, APPENDIX_A)
+        StoppingPlanner(2, LiveCost(APPENDIX_A))
         if rule.startswith("stopping")
-        else CausalPlanner(2, APPENDIX_A, smooth=rule == "causal")
+        else CausalPlanner(2, LiveCost(APPENDIX_A), smooth=rule == "causal")
     )
     if isinstance(planner, StoppingPlanner) and rule != "stopping":
         for _ in range(64):  # past steps of this very text
@@ -172,7 +173,7 @@ def jagged(draw: st.DrawFn, tokens: int) -> CostTable:
 
 
 def rules(gamma: int, table: CostTable, requests: int, past: np.ndarray) -> list[Budget]:
-    taught = StoppingPlanner(gamma, table)
+    taught = StoppingPlanner(gamma, LiveCost(table))
     for _ in range(40):
         taught.model.observe(past)
     priced = copy.deepcopy(taught)
@@ -180,9 +181,9 @@ def rules(gamma: int, table: CostTable, requests: int, past: np.ndarray) -> list
         priced.prices.observe(requests, 1.7 * requests, float(table.step_costs(requests, 2 * requests, 1)[0]))
     load = StepLoad(requests, [gamma] * requests)
     planners = [
-        CausalPlanner(gamma, table, smooth=False),
-        CausalPlanner(gamma, table),
-        StoppingPlanner(gamma, table),
+        CausalPlanner(gamma, LiveCost(table), smooth=False),
+        CausalPlanner(gamma, LiveCost(table)),
+        StoppingPlanner(gamma, LiveCost(table)),
         taught,
         priced,
     ]
@@ -227,7 +228,7 @@ def test_a_minimum_width_keeps_the_joint_law(
     """The planner ranks the mandatory positions first; allocation must be told to do the same."""
     expected = target_law([one, other], 3)
     load = StepLoad(2, [2, 2])
-    for planner in (CausalPlanner(2, table, min_width=1), StoppingPlanner(2, table, min_width=1)):
+    for planner in (CausalPlanner(2, LiveCost(table), min_width=1), StoppingPlanner(2, LiveCost(table), min_width=1)):
         law = joint_law([one, other], 2, rule_of(planner, load), 3, min_width=1)
         for output in expected.keys() | law.keys():
             assert law.get(output, 0.0) == pytest.approx(expected.get(output, 0.0), abs=1e-9)

@@ -15,10 +15,13 @@ from surefoot.speculation import (
     CausalPlanner,
     ConfidenceBoard,
     ContinuationModel,
+    Correction,
     CostTable,
     ForcedWidths,
+    LiveCost,
     PublishedSurvival,
     Reason,
+    Rescale,
     StalePlanner,
     StepLoad,
     StoppingPlanner,
@@ -76,7 +79,7 @@ def test_stale_search_is_the_global_maximum_on_jagged_curves(
     limits = [data.draw(st.integers(0, gamma)) for _ in survival]
     extra, prefill = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 5))
     load = StepLoad(len(survival) + extra, limits, prefill_tokens=prefill)
-    planner = StalePlanner(gamma, table, forecast=False, trim_beside_prefill=True)
+    planner = StalePlanner(gamma, LiveCost(table), forecast=False, trim_beside_prefill=True)
     decision = planner.decide(published(survival), load)
     assert decision.budget == exhaustive(survival, limits, table, load.requests, prefill)
     if sum(limits):
@@ -92,7 +95,7 @@ def test_the_budget_does_not_depend_on_the_order_of_requests(
 ) -> None:
     order = [request for request in permutation if request < len(survival)]
     load = StepLoad(len(survival), [survival.shape[1]] * len(survival))
-    planner = StalePlanner(survival.shape[1], table)
+    planner = StalePlanner(survival.shape[1], LiveCost(table))
     one, other = planner.decide(published(survival), load), planner.decide(published(survival[order]), load)
     assert one.budget == other.budget
     assert one.expected_tokens == other.expected_tokens  # to the last bit
@@ -105,7 +108,7 @@ def test_one_request_is_the_closed_form(survival: np.ndarray, table: CostTable) 
     gamma = survival.shape[1]
     costs = table.step_costs(1, 1, gamma + 1)
     rates = [(1 + float(survival[0, :k].astype(np.float64).sum())) / costs[k] for k in range(gamma + 1)]
-    decision = StalePlanner(gamma, table).decide(published(survival), StepLoad(1, [gamma]))
+    decision = StalePlanner(gamma, LiveCost(table)).decide(published(survival), StepLoad(1, [gamma]))
     assert rates[decision.budget] == pytest.approx(max(rates), rel=1e-6)
 
 
@@ -120,10 +123,13 @@ def test_early_stopping_equals_the_global_search_on_convex_costs(
     table = CostTable(tuple(sizes), (tuple(base + slope * size + bend * size * size for size in sizes),))
     load = StepLoad(requests, [gamma] * requests)
     rates = {}
-    for planner in (CausalPlanner(gamma, table, smooth=False), CausalPlanner(gamma, table, smooth=True)):
+    for planner in (
+        CausalPlanner(gamma, LiveCost(table), smooth=False),
+        CausalPlanner(gamma, LiveCost(table), smooth=True),
+    ):
         decision = planner.decide(survival, load)
         rates[planner.smooth] = decision.expected_tokens_per_ms
-    best = StalePlanner(gamma, table, forecast=False).decide(published(survival), load).expected_tokens_per_ms
+    best = StalePlanner(gamma, LiveCost(table), forecast=False).decide(published(survival), load).expected_tokens_per_ms
     assert rates[False] == pytest.approx(best, rel=1e-6)
     assert rates[True] == pytest.approx(best, rel=1e-6)
 
@@ -133,13 +139,13 @@ def test_algorithm_1_stops_at_the_foot_of_a_cliff_that_the_others_cross() -> Non
     survival = np.full((1, 7), 0.9, np.float32)
     load = StepLoad(1, [7])
     slow_start = np.array([[0.3] + [0.29] * 6], np.float32)
-    assert CausalPlanner(7, cliff, smooth=False).decide(slow_start, load).budget == 0
-    assert StalePlanner(7, cliff).decide(published(slow_start), load).budget == 7
-    assert StoppingPlanner(7, cliff).decide(survival, load).budget == 7
+    assert CausalPlanner(7, LiveCost(cliff), smooth=False).decide(slow_start, load).budget == 0
+    assert StalePlanner(7, LiveCost(cliff)).decide(published(slow_start), load).budget == 7
+    assert StoppingPlanner(7, LiveCost(cliff)).decide(survival, load).budget == 7
 
 
 def test_the_stale_rule_refuses_current_survivals() -> None:
-    planner = StalePlanner(2, STEEP)
+    planner = StalePlanner(2, LiveCost(STEEP))
     for current in (torch.ones(1, 2), np.ones((1, 2)), [[1.0, 1.0]]):
         with pytest.raises(TypeError, match="PublishedSurvival"):
             planner.decide(current, StepLoad(1, [2]))  # type: ignore[arg-type]
@@ -148,13 +154,13 @@ def test_the_stale_rule_refuses_current_survivals() -> None:
 @pytest.mark.parametrize(
     ("changes", "load", "budget", "reason"),
     [
-        ({"table": None}, StepLoad(2, [3, 2]), 5, Reason.NO_TABLE),
-        ({"table": CostTable((1, 9), ((3.0, 3.0),))}, StepLoad(2, [3, 2]), 5, Reason.FLAT_TABLE),
+        ({"costs": LiveCost()}, StepLoad(2, [3, 2]), 5, Reason.NO_TABLE),
+        ({"costs": LiveCost(CostTable((1, 9), ((3.0, 3.0),)))}, StepLoad(2, [3, 2]), 5, Reason.FLAT_TABLE),
         ({}, StepLoad(2, [0, 0]), 0, Reason.NOTHING_DRAFTED),
         ({}, StepLoad(2, []), 0, Reason.NOTHING_DRAFTED),
         ({}, StepLoad(2, [3, 2], prefill_tokens=16), 5, Reason.PREFILL),
         ({"forced": ForcedWidths.parse("2,1")}, StepLoad(2, [3, 3]), 3, Reason.FORCED),
-        ({"table": None, "forced": ForcedWidths.parse(3)}, StepLoad(2, [3, 1]), 4, Reason.FORCED),
+        ({"costs": LiveCost(), "forced": ForcedWidths.parse(3)}, StepLoad(2, [3, 1]), 4, Reason.FORCED),
         ({}, StepLoad(2, [3, 3]), 0, Reason.PLANNED),
     ],
 )
@@ -163,7 +169,7 @@ def test_every_decision_carries_its_reason(
     rule: type, changes: dict, load: StepLoad, budget: int, reason: Reason
 ) -> None:
     hopeless = np.full((len(load.limits), 3), 1e-3, np.float32)
-    planner = rule(**{"gamma": 3, "table": STEEP, **changes})
+    planner = rule(**{"gamma": 3, "costs": LiveCost(STEEP), **changes})
     decision = planner.decide(published(hopeless) if rule is StalePlanner else hopeless, load)
     assert (decision.budget, decision.reason) == (budget, reason)
     assert (decision.predicted_ms is None) == (planner.table is None)
@@ -173,7 +179,7 @@ def test_every_decision_carries_its_reason(
 def test_cold_requests_count_as_certain_and_an_all_cold_batch_says_so() -> None:
     board = ConfidenceBoard(2, 3)
     warm, cold = board.open(0), board.open(1)
-    planner, load = StalePlanner(3, STEEP), StepLoad(2, [3, 3])
+    planner, load = StalePlanner(3, LiveCost(STEEP)), StepLoad(2, [3, 3])
     assert planner.decide(board.read(1, [warm, cold]), load).reason is Reason.COLD
     board.publish(1, [warm], np.full((1, 3), 1e-3, np.float32))
     decision = planner.decide(board.read(2, [warm, cold]), load)
@@ -183,25 +189,27 @@ def test_cold_requests_count_as_certain_and_an_all_cold_batch_says_so() -> None:
 
 def test_all_ones_still_stop_where_even_certain_tokens_do_not_pay() -> None:
     steep = CostTable((1, 2, 8), ((1.0, 1.5, 100.0),))
-    decision = StalePlanner(7, steep).decide(published(np.ones((1, 7))), StepLoad(1, [7]))
+    decision = StalePlanner(7, LiveCost(steep)).decide(published(np.ones((1, 7))), StepLoad(1, [7]))
     assert (decision.budget, decision.reason) == (1, Reason.PLANNED)
 
 
 def test_prefill_rows_count_as_load() -> None:
     cliff = CostTable((1, 8, 16), ((1.0, 1.01, 50.0),))
     survival = published(np.full((1, 7), 0.99, np.float32))
-    free = StalePlanner(7, cliff, trim_beside_prefill=True).decide(survival, StepLoad(1, [7]))
-    loaded = StalePlanner(7, cliff, trim_beside_prefill=True).decide(survival, StepLoad(1, [7], prefill_tokens=3))
+    free = StalePlanner(7, LiveCost(cliff), trim_beside_prefill=True).decide(survival, StepLoad(1, [7]))
+    loaded = StalePlanner(7, LiveCost(cliff), trim_beside_prefill=True).decide(
+        survival, StepLoad(1, [7], prefill_tokens=3)
+    )
     assert (free.budget, loaded.budget) == (7, 4)
 
 
 def test_minimum_gain_keeps_the_whole_window() -> None:
     survival = published(np.array([[0.9, 0.05]], np.float32))
     table = CostTable((1, 2, 3), ((10.0, 11.0, 12.0),))
-    eager = StalePlanner(2, table).decide(survival, StepLoad(1, [2]))
+    eager = StalePlanner(2, LiveCost(table)).decide(survival, StepLoad(1, [2]))
     assert (eager.budget, eager.reason) == (1, Reason.PLANNED)
     assert 0.0 < eager.predicted_gain < 0.1
-    shy = StalePlanner(2, table, min_gain=0.1).decide(survival, StepLoad(1, [2]))
+    shy = StalePlanner(2, LiveCost(table), min_gain=0.1).decide(survival, StepLoad(1, [2]))
     assert (shy.budget, shy.reason) == (2, Reason.SMALL_GAIN)
 
 
@@ -214,7 +222,7 @@ def test_widths_stay_between_minimum_and_maximum(survival: np.ndarray, table: Co
     limits = [data.draw(st.integers(0, gamma)) for _ in survival]
     load = StepLoad(len(survival), limits)
     least, most = (sum(min(limit, bound) for limit in limits) for bound in (low, high))
-    settings = {"gamma": gamma, "table": table, "min_width": low, "max_width": high}
+    settings = {"gamma": gamma, "costs": LiveCost(table), "min_width": low, "max_width": high}
     assert least <= StalePlanner(**settings).decide(published(survival), load).budget <= most
     assert least <= CausalPlanner(**settings).decide(survival, load).budget <= most
     assert least <= StoppingPlanner(**settings).decide(survival, load).budget <= most
@@ -249,7 +257,7 @@ def test_stopping_never_looks_behind_where_it_stops(survival: np.ndarray, table:
     load = StepLoad(requests, [gamma] * requests)
 
     def decide(values: np.ndarray) -> int:
-        planner = StoppingPlanner(gamma, table)
+        planner = StoppingPlanner(gamma, LiveCost(table))
         if priced:
             for _ in range(planner.prices.settle):
                 planner.prices.observe(requests, 2.0 * requests, 20.0)
@@ -269,8 +277,8 @@ def test_stopping_equals_the_global_search_when_every_token_has_its_own_price() 
     for _ in range(100):
         survival = rng.random((3, 4)).cumprod(1).astype(np.float32)
         load = StepLoad(3, [4] * 3)
-        best = StalePlanner(4, STEEP, forecast=False).decide(published(survival), load)
-        assert StoppingPlanner(4, STEEP).decide(survival, load).budget == best.budget
+        best = StalePlanner(4, LiveCost(STEEP), forecast=False).decide(published(survival), load)
+        assert StoppingPlanner(4, LiveCost(STEEP)).decide(survival, load).budget == best.budget
 
 
 def test_continuation_model_learns_what_follows() -> None:
@@ -298,7 +306,7 @@ def test_stopping_crosses_a_cliff_only_when_the_model_has_seen_it_pay() -> None:
     load = StepLoad(1, [7])
     head = 0.8
     for continues in (True, False):
-        planner = StoppingPlanner(7, cliff)
+        planner = StoppingPlanner(7, LiveCost(cliff))
         past = np.tile(np.float32([head] * 7 if continues else [head] + [0.01] * 6), (64, 1))
         for _ in range(4):
             planner.model.observe(past)
@@ -306,14 +314,17 @@ def test_stopping_crosses_a_cliff_only_when_the_model_has_seen_it_pay() -> None:
 
 
 def test_prices_are_forgotten_when_the_table_is_rescaled() -> None:
-    planner = StoppingPlanner(2, STEEP)
+    planner = StoppingPlanner(2, costs := LiveCost(STEEP))
     survival, load = np.full((1, 2), 0.9, np.float32), StepLoad(1, [2])
     for _ in range(planner.prices.settle):
         planner.decide(survival, load)
     assert planner.prices.price(1) == pytest.approx(2.8 / 13.0, rel=1e-6)
-    planner.use(STEEP.corrected({0: 1.1}), rescaled=False)
+    changes = [costs.observe(1.0, 1.15 if i % 2 else 1.0, 1 + i % 2) for i in range(200)]
+    assert any(isinstance(change, Correction) for change in changes)
+    assert not any(isinstance(change, Rescale) for change in changes)
+    planner.decide(survival, load)
     assert planner.prices.price(1) is not None
-    planner.use(STEEP.scaled(3.0), rescaled=True)
+    assert any(isinstance(costs.observe(1.0, 3.0, 1), Rescale) for _ in range(200))
     planner.decide(survival, load)
     assert planner.prices.price(1) is None
 
@@ -327,7 +338,7 @@ def test_a_prompt_chunk_does_not_make_rows_look_cheap() -> None:
         load = StepLoad(4, [1] * 4, prefill_tokens=prefill)
         return [planner.decide(survival, load).budget for survival in (dear, cheap)]
 
-    fresh = StoppingPlanner(1, linear, trim_beside_prefill=True)
+    fresh = StoppingPlanner(1, LiveCost(linear), trim_beside_prefill=True)
     assert budgets(fresh, prefill=200) == [0, 4]
     assert fresh.prices.price(4) is None
     for _ in range(fresh.prices.settle):
@@ -340,10 +351,10 @@ def test_a_prompt_chunk_does_not_make_rows_look_cheap() -> None:
 
 
 def test_costs_that_are_kept_are_those_of_the_table_in_use() -> None:
-    planner, load = StoppingPlanner(1, STEEP), StepLoad(1, [1], context=100.0)
+    planner, load = StoppingPlanner(1, LiveCost(STEEP)), StepLoad(1, [1], context=100.0)
     survival = np.full((1, 1), 0.9, np.float32)
     before = [planner.decide(survival, load).predicted_ms for _ in range(2)]
-    planner.use(STEEP.scaled(2.0), rescaled=True)
+    planner.costs.use(STEEP.scaled(2.0))
     after = planner.decide(survival, load).predicted_ms
     assert before == [12.0, 12.0]
     assert after == 24.0

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from surefoot.speculation.allocation import allocate
+from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.planner import CausalPlanner, StalePlanner, StepLoad, StoppingPlanner
 from surefoot.speculation.simulation import WORKLOADS, synthetic_table
 from surefoot.speculation.survival import ConfidenceBoard
@@ -46,14 +47,14 @@ def measure_planner(requests: int = 256, gamma: int = 7, repeats: int = 200) -> 
 
 
 def _measure(requests: int, gamma: int, repeats: int) -> PlannerTiming:
-    table = synthetic_table()
+    costs = LiveCost(synthetic_table())
     survival = WORKLOADS["chat"].blocks(repeats + 64, requests, gamma, seed=0).survival
     load = StepLoad(requests, np.full(requests, gamma))
     limits = torch.full((requests,), gamma, dtype=torch.int64)
     board = ConfidenceBoard(requests, gamma)
     seats = [board.open(slot) for slot in range(requests)]
-    stale, causal = StalePlanner(gamma, table), CausalPlanner(gamma, table)
-    stopping = StoppingPlanner(gamma, table)
+    stale, causal = StalePlanner(gamma, costs), CausalPlanner(gamma, costs)
+    stopping = StoppingPlanner(gamma, costs)
     times: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], object]) -> object:

@@ -90,20 +90,12 @@ def build_arms(
     return arms
 
 
-def share_table(arms: Sequence[Arm]) -> None:
-    """Let every arm that drafts know the cost table of the adaptive one: a drafter may choose its sources by it."""
-    table = next(arm.engine.policy.stale.table for arm in arms if arm.name == "adaptive")
-    for arm in arms:
-        if table is not None and arm.name.startswith("fixed"):
-            arm.engine.use_table(table)
-
-
 def _of_its_own(drafter: Drafter | None) -> Drafter | None:
     """The same model, but what an engine learns about its sources stays with that engine."""
     if not isinstance(drafter, CombinedDrafter):
         return drafter
     lookup, trained, shared = drafter.lookup, drafter.trained, drafter.choice
-    choice = SourceChoice(lookup.gamma, trained.gamma, shared.longest_match, shared.device, shared.table)
+    choice = SourceChoice(lookup.gamma, trained.gamma, shared.longest_match, shared.device)
     return CombinedDrafter(lookup, trained, choice, reads_are_free=drafter.reads_are_free)
 
 

@@ -187,7 +187,7 @@ def throughput(
         quantize=quantize,
         seed=SEED,
     )
-    from surefoot.bench.throughput import build_arms, measure_throughput, share_table
+    from surefoot.bench.throughput import build_arms, measure_throughput
     from surefoot.engine.trace import TraceWriter
     from surefoot.profiling.profile import profile_and_save
 
@@ -209,7 +209,9 @@ def throughput(
         raise ConfigurationError("--trace records the arm adaptive: add it to --arms")
     if planned is not None and cost_table == "auto" and planned.policy.lacks_table:
         measure_now(partial(profile_and_save, planned))
-        share_table(built)
+        for arm in built:  # arms of fixed widths may choose their sources by it; what they see of drift stays with them
+            if arm.name.startswith("fixed"):
+                arm.engine.policy.costs.use(planned.policy.costs.table)
     writer = TraceWriter(trace, planned.describe()) if trace is not None and planned is not None else None
     if writer is not None and planned is not None:
         planned.add_observer(writer)

@@ -14,6 +14,7 @@ from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 if TYPE_CHECKING:
     from surefoot.cache.paged import PagedCache
     from surefoot.kernels.packing import FlatBatch
+    from surefoot.speculation.live_cost import LiveCost
     from surefoot.speculation.sources import SourceChoice
     from surefoot.targets.target import Target
 
@@ -69,6 +70,10 @@ class CombinedDrafter:
     @property
     def has_confidence_head(self) -> bool:
         return self.trained.has_confidence_head
+
+    def use_costs(self, costs: LiveCost) -> None:
+        """Choose sources by the costs that the engine plans with, from now on."""
+        self.choice.costs = costs
 
     def bind(self, target: Target) -> None:
         self.trained.bind(target)

@@ -23,6 +23,7 @@ from surefoot.speculation.breaker import Breaker
 from surefoot.speculation.calibration import Calibration
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
+from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.planner import ForcedWidths
 from surefoot.speculation.sources import CombinedConfidence, SourceChoice
 from surefoot.targets.target import Target
@@ -141,8 +142,6 @@ def make_policy(
     if breaker is not None and not 0 < breaker <= 1:
         raise ConfigurationError(f"breaker is {breaker}; allowed: an acceptance above 0 and up to 1, such as 0.6")
     table = _cost_table(target, drafter, config, cost_table)
-    if isinstance(drafter, CombinedDrafter):
-        drafter.choice.table = table
     return WidthPolicy(
         gamma,
         breaker=None if breaker is None else partial(Breaker, min_acceptance=breaker),
@@ -154,7 +153,7 @@ def make_policy(
         # A combined drafter rests its model where it does not pay, and goes on looking up. Where every row of a pass costs its
         # own time, drafts beside a prompt chunk do as well.
         **{
-            "table": table,
+            "costs": LiveCost(table),
             "suspends": not isinstance(drafter, CombinedDrafter),
             "trim_beside_prefill": reads_are_free,
             **options,

@@ -24,7 +24,6 @@ from surefoot.engine.step import DecodeStep, StepInputs
 from surefoot.engine.trace import StepObserver, StepReport
 from surefoot.errors import ConfigurationError, RequestError
 from surefoot.sampling import SamplingParams
-from surefoot.speculation.cost import CostTable
 from surefoot.speculation.statistics import Statistics
 from surefoot.targets.target import Target
 
@@ -125,7 +124,8 @@ class Engine:
             check_layout=config.check_layout,
             reads_are_free=self.device.reads_are_free,
         )
-        policy.on_table = self._choose_sources_by
+        if isinstance(drafter, CombinedDrafter):
+            drafter.use_costs(policy.costs)
         self.requests: dict[str, Request] = {}
         self._in_flight: InFlight | None = None
         self._arrivals = 0
@@ -144,14 +144,6 @@ class Engine:
             "blocks_used": [pool.num_used for pool in self.blocks.pools],
             "blocks_total": [pool.num_blocks - 1 for pool in self.blocks.pools],
         }
-
-    def use_table(self, table: CostTable) -> None:
-        """Plan with another cost table from the next step on."""
-        self.policy.use_table(table)
-
-    def _choose_sources_by(self, table: CostTable) -> None:
-        if isinstance(self.drafter, CombinedDrafter):
-            self.drafter.choice.table = table
 
     def describe(self) -> dict[str, Any]:
         """What the engine was assembled from."""

@@ -27,10 +27,11 @@ from surefoot.engine.step import StepInputs
 from surefoot.errors import ConfigurationError
 from surefoot.kernels.planning import admit
 from surefoot.speculation.breaker import Breaker, BreakerState
-from surefoot.speculation.cost import CostTable, DriftTracker, Rescale
+from surefoot.speculation.cost import CostTable
 from surefoot.speculation.depth import DraftDepth
 from surefoot.speculation.estimator import ConfidenceSource
 from surefoot.speculation.exploration import Exploration
+from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.planner import (
     CausalPlanner,
     Decision,
@@ -154,7 +155,7 @@ class WidthPolicy:
         gamma: int,
         *,
         num_slots: int,
-        table: CostTable | None = None,
+        costs: LiveCost | None = None,
         forced: ForcedWidths | None = None,
         confidence: ConfidenceSource | None = None,
         planner: PlannerName = "stopping",
@@ -171,9 +172,10 @@ class WidthPolicy:
             suspends: leave drafting out where it promises a loss; False for a drafter that knows when to rest its model.
             model_gamma: tokens of a whole block of the drafter's model (None: gamma).
         """
+        self.costs = LiveCost() if costs is None else costs
         settings: dict[str, Any] = {
             "gamma": gamma,
-            "table": table,
+            "costs": self.costs,
             "forced": forced,
             "min_width": min_width,
             "max_width": max_width,
@@ -197,7 +199,6 @@ class WidthPolicy:
         self._lessons: list[Lesson] = []  # what the confidence source has not been told yet
         # A device that runs beside the host hides the host's time, and its drafter asks what the last step has shown.
         self._learn_every = 1 if self.current is None else LEARN_EVERY
-        self.drift = DriftTracker(table) if table is not None else None
         self.min_width, self.max_width = min_width, gamma if max_width is None else max_width
         self._new_breaker = breaker
         self._step = 0
@@ -205,7 +206,6 @@ class WidthPolicy:
         self._exploration = Exploration()
         self._depth = DraftDepth(gamma if model_gamma is None else model_gamma)
         self.fixed_depth: int | None = None  # replaces what `_depth` would choose; for measuring
-        self.on_table: Callable[[CostTable], None] | None = None  # told of every table planned with from now on
         self.suspends = suspends
         self._model_share = 1.0  # of the last step's drafts, how many cost a pass of the drafter's model
 
@@ -275,7 +275,7 @@ class WidthPolicy:
         forced = self.stale.forced
         # Who forces a width of 0 wants drafts that nobody verifies.
         widest = self.max_width if forced is None else min(max(forced.pattern), self.max_width) or self.gamma
-        depth = self._depth.choose(self.stale.table, load) or self._depth.gamma
+        depth = self._depth.choose(self.costs.table, load) or self._depth.gamma
         depth = max(min(depth, widest), self.min_width, 1)
         return None if depth >= self._depth.gamma else depth
 
@@ -296,7 +296,7 @@ class WidthPolicy:
 
         Now and then a draft is made all the same, to see whether the workload has changed.
         """
-        table, rate = self.stale.table, decision.expected_tokens_per_ms
+        table, rate = self.costs.table, decision.expected_tokens_per_ms
         if not self.suspends or table is None or rate is None:
             return False
         if load.requests / self._plain_ms(table, load) <= rate * (1 + SUSPEND_MARGIN):
@@ -307,7 +307,7 @@ class WidthPolicy:
 
     def _gain_ms(self, plan: Plan, accepted: list[int]) -> float:
         """How much longer plain steps would have taken for the tokens of this one; a prompt chunk takes what it takes."""
-        table, load = self.stale.table, plan.load
+        table, load = self.costs.table, plan.load
         assert table is not None
         assert plan.predicted_ms is not None
         spared = sum(accepted) / load.requests * self._plain_ms(table, load._replace(prefill_tokens=0))
@@ -368,29 +368,16 @@ class WidthPolicy:
         self._observed.append(Observed(plan, outputs, proposed, kept, measured, breakers))
         if len(self._observed) >= SETTLE_EVERY:
             self._settle()
-        if self.drift is not None and plan.predicted_ms and not plan.load.prefill_tokens:
-            change = self.drift.observe(plan.predicted_ms, measured, plan.load.requests + sum(widths))
+        if plan.predicted_ms and not plan.load.prefill_tokens:
+            change = self.costs.observe(plan.predicted_ms, measured, plan.load.requests + sum(widths))
             if change is not None:
                 log.info("%s", change)
                 self._statistics.rescales += 1
-                self._plan_with(self.drift.table, rescaled=isinstance(change, Rescale))
-
-    def use_table(self, table: CostTable) -> None:
-        """Plan with another table from the next step on."""
-        self.drift = DriftTracker(table)
-        self._plan_with(table, rescaled=True)
-
-    def _plan_with(self, table: CostTable, rescaled: bool) -> None:
-        if self.on_table is not None:
-            self.on_table(table)
-        self.stale.use(table, rescaled=rescaled)
-        if self.current is not None:
-            self.current.use(table, rescaled=rescaled)
 
     @property
     def lacks_table(self) -> bool:
         """Whether widths would be planned, if only the cost were known."""
-        return bool(self.gamma) and self.stale.forced is None and self.stale.table is None
+        return bool(self.gamma) and self.stale.forced is None and self.costs.table is None
 
     def _learn(self, confidence: ConfidenceSource) -> None:
         """Tell the confidence source what became of the last blocks."""
@@ -434,7 +421,7 @@ class WidthPolicy:
 
     def _predicted_ms(self, plan: Plan, decision: Decision, verified: int, model_rows: int) -> float | None:
         """The prediction, for the rows that were there: a drafter may have proposed less than was planned for."""
-        table, load = self.stale.table, plan.load
+        table, load = self.costs.table, plan.load
         if table is None or decision.predicted_ms is None:
             return None
         if verified == decision.budget and model_rows == load.drafted:
@@ -448,8 +435,8 @@ class WidthPolicy:
             return "target only: no drafter"
         if self.stale.forced is not None:
             return f"forced widths {','.join(map(str, self.stale.forced.pattern))}"
-        if self.stale.table is None:
+        if self.costs.table is None:
             return "verifies everything: no cost table for this engine (make one with 'surefoot profile')"
-        if self.stale.table.is_flat:
+        if self.costs.table.is_flat:
             return "verifies everything: the cost table is flat"
         return f"{self.planner_name} planner on the measured cost table"

@@ -238,7 +238,7 @@ def profile_and_save(
         SurefootError: it cannot be saved; it is planned with all the same.
     """
     found = profile(engine, budget_s=seconds, progress=progress)
-    engine.use_table(found.table)
+    engine.policy.costs.use(found.table)
     found.table.save(path or table_path(found.table.fingerprint))
     return found
 

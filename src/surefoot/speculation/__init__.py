@@ -17,6 +17,7 @@ from surefoot.speculation.continuation import ContinuationModel
 from surefoot.speculation.cost import Correction, CostTable, DriftTracker, Rescale
 from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
 from surefoot.speculation.exploration import Exploration
+from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.planner import (
     CausalPlanner,
     Decision,
@@ -49,6 +50,7 @@ __all__ = [
     "ForcedWidths",
     "HeadConfidence",
     "InactiveError",
+    "LiveCost",
     "LogisticEstimator",
     "Outcomes",
     "Planner",

@@ -20,7 +20,7 @@ equal; the smaller wins.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from torch import Tensor
 from surefoot.errors import ConfigurationError
 from surefoot.speculation.continuation import ContinuationModel
 from surefoot.speculation.cost import CostTable
+from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.survival import PublishedSurvival
 
 Floats = npt.NDArray[np.float64]
@@ -140,22 +141,22 @@ class Planner:
 
     Attributes:
         gamma: block length of the drafter.
-        table: measured cost; None verifies everything (and says so). `use` replaces it.
+        costs: measured cost; without a table everything is verified (and the reason says so).
         min_width, max_width: bounds of every request's window, within its own limit (max_width None: gamma).
         forced: widths that replace planning.
         trim_beside_prefill: trim although a prompt chunk shares the pass; its rows count as load either way.
     """
 
     gamma: int
-    table: CostTable | None = None
+    costs: LiveCost = field(default_factory=LiveCost)
     min_width: int = 0
     max_width: int | None = None
     forced: ForcedWidths | None = None
     trim_beside_prefill: bool = False
 
     def __post_init__(self) -> None:
-        self._costs_of: CostTable | None = None
-        self._kept: dict[tuple[object, ...], Floats] = {}  # step costs of `_costs_of`
+        self._kept_version = self.costs.version
+        self._kept: dict[tuple[object, ...], Floats] = {}  # step costs of that version
         widest = self.gamma if self.max_width is None else self.max_width
         if not 0 <= self.min_width <= widest <= self.gamma:
             raise ConfigurationError(
@@ -163,9 +164,9 @@ class Planner:
                 f"max_width={widest}, gamma={self.gamma}"
             )
 
-    def use(self, table: CostTable, *, rescaled: bool) -> None:
-        """Plan with another table; `rescaled`: its milliseconds are not those of the one before."""
-        self.table = table
+    @property
+    def table(self) -> CostTable | None:
+        return self.costs.table
 
     def limits_of(self, load: StepLoad) -> npt.NDArray[np.int64]:
         """[D] the request's limits within max_width: pass these to `allocate`."""
@@ -221,8 +222,8 @@ class Planner:
         assert self.table is not None
         first, context = load.requests + load.prefill_tokens, round(load.context / CONTEXT_STEP) * CONTEXT_STEP
         key = (load.requests, first, count, context, load.drafted, load.depth)
-        if self._costs_of is not self.table or len(self._kept) > KEPT_COSTS:
-            self._costs_of, self._kept = self.table, {}
+        if self._kept_version != self.costs.version or len(self._kept) > KEPT_COSTS:
+            self._kept_version, self._kept = self.costs.version, {}
         if key not in self._kept:
             self._kept[key] = self.table.step_costs(*key)
         return self._kept[key]
@@ -524,12 +525,7 @@ class StoppingPlanner(Planner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.model = ContinuationModel(self.gamma)
-        self.prices = PriceOfTime()
-
-    def use(self, table: CostTable, *, rescaled: bool) -> None:
-        super().use(table, rescaled=rescaled)
-        if rescaled:  # old prices are in old milliseconds
-            self.prices = PriceOfTime()
+        self.prices, self._time_scale = PriceOfTime(), self.costs.time_scale
 
     def decide(
         self, current: Tensor | npt.NDArray[np.floating], load: StepLoad, limits: npt.NDArray[np.int64] | None = None
@@ -539,6 +535,8 @@ class StoppingPlanner(Planner):
         `limits` [D], within `max_width`, take the place of the load's.
         """
         limits = self.limits_of(load) if limits is None else limits
+        if self._time_scale != self.costs.time_scale:  # old prices are in old milliseconds
+            self.prices, self._time_scale = PriceOfTime(), self.costs.time_scale
         survival = np.asarray(current)
         full = int(limits.sum())
         decision = self.settled(load, full) or self._search(survival, load, limits, full)

@@ -20,6 +20,7 @@ import surefoot
 from surefoot.errors import ConfigurationError
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.json_files import read_object
+from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.planner import CausalPlanner, StalePlanner, StepLoad, StoppingPlanner
 from surefoot.speculation.survival import ConfidenceBoard
 
@@ -300,8 +301,8 @@ class _Played:
         ]
         load = StepLoad(self.lanes, np.full(self.lanes, self.gamma), context=self.context)
         for name, planner in (
-            ("causal", CausalPlanner(self.gamma, self.table)),
-            ("stopping", StoppingPlanner(self.gamma, self.table)),
+            ("causal", CausalPlanner(self.gamma, LiveCost(self.table))),
+            ("stopping", StoppingPlanner(self.gamma, LiveCost(self.table))),
         ):
             budgets = [planner.decide(survival, load).budget for survival in self.blocks.survival]
             result.append(self._budgets(name, np.array(budgets)))
@@ -309,7 +310,7 @@ class _Played:
 
     def _stale(self) -> Ints:
         board = ConfidenceBoard(self.lanes, self.gamma)
-        planner = StalePlanner(self.gamma, self.table)
+        planner = StalePlanner(self.gamma, LiveCost(self.table))
         load = StepLoad(self.lanes, np.full(self.lanes, self.gamma), context=self.context)
         seats = [board.open(lane) for lane in range(self.lanes)]
         budgets = []

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surefoot.speculation.cost import CostTable
 from surefoot.speculation.estimator import ConfidenceSource, Ints, LogisticEstimator, SignalConfidence, certain
+from surefoot.speculation.live_cost import LiveCost
 
 Floats = npt.NDArray[np.float64]
 LOOKUP_PRIOR = (-2.0, 1.0)
@@ -44,7 +44,7 @@ class SourceChoice:
 
     Attributes:
         lookup, trained: conditional acceptance by position, given log2 of the match length; learned by `observe`.
-        table: measured costs, or None.
+        costs: the live cost of the engine; its own and empty until `CombinedDrafter.use_costs`.
         wants_model: whether a request of the last observed step would take the trained draft again.
     """
 
@@ -54,11 +54,12 @@ class SourceChoice:
         trained_gamma: int,
         longest_match: int,
         device: torch.device | str = "cpu",
-        table: CostTable | None = None,
+        costs: LiveCost | None = None,
     ) -> None:
         self.lookup = LogisticEstimator(lookup_gamma, device, prior=LOOKUP_PRIOR)
         self.trained = LogisticEstimator(trained_gamma, prior=TRAINED_PRIOR)
-        self.longest_match, self.device, self.table = longest_match, torch.device(device), table
+        self.longest_match, self.device = longest_match, torch.device(device)
+        self.costs = LiveCost() if costs is None else costs
         self.only_trained = False  # profiling measures D with it
         self.wants_model = True
         self._calls = 0
@@ -79,7 +80,7 @@ class SourceChoice:
         if self.only_trained:
             return torch.zeros_like(match, dtype=torch.bool)
         learned = (self.lookup.refits, self.trained.refits)
-        made_for = (match.shape[0], context // CONTEXT_STEP, skips_model, *learned, self.table)
+        made_for = (match.shape[0], context // CONTEXT_STEP, skips_model, *learned, self.costs, self.costs.version)
         if made_for != self._made_for:
             self._made_for = made_for
             self._takes_lookup = self.takes_lookup(match.shape[0], context, skips_model)
@@ -112,10 +113,11 @@ class SourceChoice:
         lookup[0] = 1.0  # no match, no draft
         widest = max(lookup.shape[1], trained.shape[1])
         costs, draft_ms = np.ones(widest), np.zeros(trained.shape[1])
-        if self.table is not None:
-            rows = self.table.step_costs(requests, requests, requests * (widest - 1) + 1, context, drafted=0)
+        table = self.costs.table
+        if table is not None:
+            rows = table.step_costs(requests, requests, requests * (widest - 1) + 1, context, drafted=0)
             costs = rows[::requests]
-            draft_ms += [self.table.draft_ms_at(requests, max(width, 1)) for width in range(len(draft_ms))]
+            draft_ms += [table.draft_ms_at(requests, max(width, 1)) for width in range(len(draft_ms))]
         with_lookup = (lookup / costs[: lookup.shape[1]]).max(1)
         with_model, drawn = ((trained / (costs[: trained.shape[1]] + paid)).max(1) for paid in (draft_ms, 0.0))
         takes = with_lookup >= with_model

@@ -13,7 +13,8 @@ import torch
 
 from surefoot import LLM, SamplingParams
 from surefoot.engine.assembly import build_engine
-from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.engine import Engine
+from surefoot.engine.options import EngineOptions
 from surefoot.kernels import native
 from tests.engine.engines import tiny_dspark
 
@@ -72,10 +73,13 @@ def test_prompt_lookup_gives_the_targets_own_tokens(llm: LLM, expected: list[lis
         pytest.skip("without native kernels torch's products may round rows differently (see docs/architecture.md)")
     engine = build_engine(
         llm.target,
-        drafter="prompt-lookup",
-        width=width,
-        cost_table="none",
-        config=EngineConfig(max_num_seqs=10, max_model_len=256),
+        EngineOptions(
+            drafter="prompt-lookup",
+            width=width,
+            cost_table="none",
+            max_num_seqs=10,
+            max_model_len=256,
+        ),
     )
     assert run(engine) == expected
     assert width == 0 or engine.statistics.blocks.accepted > 20
@@ -89,10 +93,13 @@ def test_a_drafter_with_context_gives_the_targets_own_tokens(llm: LLM, expected:
     drafter = tiny_dspark(llm.target, 5, target_layer_ids=(-1, 7, 12), num_hidden_layers=1)
     engine = build_engine(
         llm.target,
-        drafter=drafter,
-        width="5,0,2",
-        cost_table="none",
-        config=EngineConfig(max_num_seqs=10, max_model_len=256),
+        EngineOptions(
+            drafter=drafter,
+            width="5,0,2",
+            cost_table="none",
+            max_num_seqs=10,
+            max_model_len=256,
+        ),
     )
     assert run(engine) == expected
     assert engine.statistics.blocks.verified > 100

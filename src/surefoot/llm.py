@@ -6,16 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from surefoot.drafters.base import Drafter
 from surefoot.engine.assembly import build_engine
-from surefoot.engine.engine import Engine, EngineConfig
-from surefoot.engine.graphs import GraphMode
+from surefoot.engine.engine import Engine
+from surefoot.engine.options import EngineArguments, EngineOptions, takes_engine_options
 from surefoot.engine.output import OutputEvent, TokenLogprobs
-from surefoot.engine.policy import PlannerName
 from surefoot.engine.request import Request
 from surefoot.engine.trace import TraceWriter
 from surefoot.errors import ConfigurationError, RequestError
@@ -24,6 +20,9 @@ from surefoot.prompts import Message, Prompt, as_prompt, as_prompts, conversatio
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import RequestStatistics
 from surefoot.targets.target import Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -104,100 +103,24 @@ class _Progress:
             self._bar.update(self._task, completed=finished, rate=f"{tokens_per_s:.1f} tok/s")
 
 
+@takes_engine_options
 class LLM:
     """A target served with a drafter.
 
     Args:
         model: an alias (`qwen2.5-coder-0.5b`, `gemma3-270m`), a Hugging Face id, a local directory, a GGUF file, or a
             `Target` that is loaded already.
-        drafter: `auto` (the one shipped for this target and prompt lookup in one; prompt lookup alone where none is), `none`,
-            `prompt-lookup`, a checkpoint, `prompt-lookup+CHECKPOINT` (both in one), or a `Drafter`.
-        gamma: drafts per block; None takes what the drafter was trained for.
-        width: how many drafts are verified: None lets the planner decide, a number fixes it, a pattern such as `"0,3,1"`
-            rotates through widths step by step.
-        device: `cpu`, `cuda`, ...; None takes CUDA where there is one.
-        dtype: of the target; None takes the checkpoint's own.
-        max_num_seqs: requests that run at once.
-        max_num_batched_tokens: rows of one step.
-        max_model_len: longest prompt + answer; None takes what the target can, at most 8192.
-        block_size: positions per cache block.
-        quantize: `int8` stores the target's weights in 8 bits; the output is then exact for that quantised target.
-        cost_table: `auto` finds the table `surefoot profile` saved for this engine, `none` goes without, a path loads it.
-        calibration: a file written by `surefoot calibrate`; None takes the one beside the drafter, if any.
-        threads: CPU threads; None takes the physical cores.
-        seed: seeds the requests that bring none.
-        trace: write every step as a line of JSON to this file; `surefoot simulate` replays it.
-        planner: `stopping`, `causal` or `stale` (docs/planning.md); None takes the first on a CPU, the last on CUDA.
-        min_width, max_width: bounds of every request's width; None is gamma.
-        min_gain: least relative gain in tokens per ms for which the stale planner trims.
-        breaker: acceptance below which a request rests from speculation (design: 0.6); None leaves the breaker out.
-        prefix_reuse: share cached blocks between requests with the same beginning.
-        graphs: `auto`, `eager`, or on a CPU `compiled`.
 
     Raises:
         SurefootError: a model, drafter, table or option that does not fit; the message says what to do.
     """
 
-    def __init__(
-        self,
-        model: str | Path | Target = "qwen2.5-coder-0.5b",
-        *,
-        drafter: str | Path | Drafter | None = "auto",
-        gamma: int | None = None,
-        width: int | str | None = None,
-        device: str | None = None,
-        dtype: str | torch.dtype | None = None,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 512,
-        max_model_len: int | None = None,
-        block_size: int = 16,
-        quantize: str | None = None,
-        cost_table: str | Path = "auto",
-        calibration: str | Path | None = None,
-        threads: int | None = None,
-        seed: int | None = None,
-        trace: str | Path | None = None,
-        planner: PlannerName | None = None,
-        min_width: int = 0,
-        max_width: int | None = None,
-        min_gain: float = 0.0,
-        breaker: float | None = None,
-        prefix_reuse: bool = True,
-        graphs: GraphMode = "auto",
-    ) -> None:
-        config = EngineConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            prefix_reuse=prefix_reuse,
-            graphs=graphs,
-            seed=int.from_bytes(torch.randint(256, (7,)).to(torch.uint8).numpy().tobytes(), "little")
-            if seed is None
-            else seed,
-        )
-        self.engine: Engine = build_engine(
-            model,
-            drafter=drafter,
-            gamma=gamma,
-            width=width,
-            device=device,
-            dtype=dtype,
-            quantize=quantize,
-            cost_table=cost_table,
-            calibration=calibration,
-            threads=threads,
-            config=config,
-            planner=planner,
-            min_width=min_width,
-            max_width=max_width,
-            min_gain=min_gain,
-            breaker=breaker,
-        )
-
+    def __init__(self, model: str | Path | Target = "qwen2.5-coder-0.5b", **options: Unpack[EngineArguments]) -> None:
+        chosen = EngineOptions(**options)
+        self.engine: Engine = build_engine(model, chosen)
         self._trace: TraceWriter | None = None
-        if trace is not None:
-            self._trace = TraceWriter(trace, self.engine.describe())
+        if chosen.trace is not None:
+            self._trace = TraceWriter(chosen.trace, self.engine.describe())
             self.engine.add_observer(self._trace)
 
     @property

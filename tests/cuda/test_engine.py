@@ -13,9 +13,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("engines on CUDA are NOT tested here: there is no GPU", allow_module_level=True)
 
-from surefoot.engine.assembly import combine
 from surefoot.engine.device import CudaDevice, Pending, Step
 from surefoot.engine.graphs import CudaGraphRunner, EagerRunner
+from surefoot.engine.loading import combine
 from surefoot.engine.step import StepInputs
 from surefoot.engine.trace import StepReport
 from surefoot.kernels import triton_support

@@ -15,7 +15,8 @@ from torch import Tensor
 from surefoot.drafters.base import Draft, DraftContext, DraftSampler
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
-from surefoot.engine.assembly import combine, confidence_source
+from surefoot.engine.assembly import confidence_source
+from surefoot.engine.loading import combine
 from surefoot.engine.trace import StepReport, TraceWriter
 from surefoot.kernels import native
 from surefoot.profiling.profile import profile

@@ -16,7 +16,8 @@ from surefoot.drafters.checkpoint import save_drafter
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.drafters.shipped import ship, shipped_drafters, shipped_for, target_identity
-from surefoot.engine.assembly import CALIBRATION_FILE, confidence_source, load_drafter_for
+from surefoot.engine.assembly import CALIBRATION_FILE, confidence_source
+from surefoot.engine.loading import load_drafter_for
 from surefoot.errors import ConfigurationError, DrafterError
 from surefoot.llm import LLM
 from surefoot.sampling import SamplingParams

@@ -17,7 +17,8 @@ from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.engine.assembly import make_policy
 from surefoot.engine.device import HostOutputs
-from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.engine import Engine
+from surefoot.engine.options import EngineOptions
 from surefoot.engine.request import Request
 from surefoot.engine.step import StepInputs
 from surefoot.sampling import SamplingParams
@@ -131,7 +132,7 @@ class _Queued:
 class EngineUnderTest(Engine):
     def run(self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
         """All prompts to their end; the requests, in order."""
-        settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        settings: dict[str, Any] = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         requests = [self.add_request(prompt, setting) for prompt, setting in zip(prompts, settings, strict=True)]
         steps = 0
         while self.has_work:
@@ -161,19 +162,25 @@ def build(
     **config: Any,
 ) -> EngineUnderTest:
     chosen = tiny_drafter(target, drafter, gamma) if isinstance(drafter, str) else drafter
-    settings = {"max_num_seqs": 8, "max_model_len": 96, "block_size": 4, "check_layout": True, **config}
+    settings: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_model_len": 96,
+        "block_size": 4,
+        "check_layout": True,
+        "seed": 0,
+    }
+    settings |= {**(policy or {}), **config}
     settings.setdefault("max_num_batched_tokens", max(64, settings["max_num_seqs"] * 16))
-    engine_config = EngineConfig(**settings)
+    suspends = settings.pop("suspends", None)
+    options = EngineOptions(width=width, cost_table="none" if table is None else table, **settings)
     made = make_policy(
         target,
         chosen,
-        width=width,
-        config=engine_config,
-        cost_table="none" if table is None else table,
-        reads_are_free=(device is None or device.reads_are_free) and not engine_config.overlap,
-        **(policy or {}),
+        options,
+        reads_are_free=(device is None or device.reads_are_free) and not options.overlap,
+        suspends=suspends,
     )
-    return EngineUnderTest(target, chosen, made, engine_config, device=device, runner=runner)
+    return EngineUnderTest(target, chosen, made, options, device=device, runner=runner)
 
 
 def stock_logits(target: Target, ids: torch.Tensor) -> torch.Tensor:

@@ -222,7 +222,7 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.engine
         running = engine.scheduler.running
         assert {request.slot for request in running} == set(engine.blocks.sequences)
-        assert len({request.slot for request in running}) == len(running) <= engine.config.max_num_seqs
+        assert len({request.slot for request in running}) == len(running) <= engine.options.max_num_seqs
         for group, pool in enumerate(engine.blocks.pools):
             held = {b for sequence in engine.blocks.sequences.values() for b in sequence.blocks[group] if b}
             assert pool.num_used == len(held)

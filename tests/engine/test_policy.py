@@ -251,7 +251,7 @@ def test_a_changed_table_reaches_the_planners(
     ("options", "message"),
     [
         ({"width": 9}, "width 9 is more than gamma"),
-        ({"width": "1,x"}, "forced width must be a number or a pattern"),
+        ({"width": "1,x"}, "width is '1,x'; allowed: auto, a number of 0 or more, or a rotating pattern"),
         ({"policy": {"planner": "psychic"}}, "planner is 'psychic'; allowed: stale, causal, stopping"),
         ({"policy": {"breaker": 3.0}}, "breaker is 3.0; allowed"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens=8 cannot hold"),

@@ -11,8 +11,9 @@ import pytest
 
 from surefoot.engine.assembly import make_policy
 from surefoot.engine.device import ThreadDevice
-from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.engine import Engine
 from surefoot.engine.graphs import EagerRunner
+from surefoot.engine.options import EngineOptions
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError, CostTableError
 from surefoot.profiling.fingerprint import find_table, fingerprint, load_table, table_path
@@ -78,9 +79,7 @@ def test_the_planner_predicts_what_its_steps_take() -> None:
     """Whole steps as the policy measures them, by the planner and at forced widths, from one profile."""
     table = profile(build(tiny_target(), "dspark", max_num_seqs=4, check_layout=False), budget_s=1.0).table
     for width in (None, "0,3,1", 4):
-        engine = build(
-            tiny_target(), "dspark", width=width, max_num_seqs=4, check_layout=False, policy={"table": table}
-        )
+        engine = build(tiny_target(), "dspark", width=width, max_num_seqs=4, check_layout=False, table=table)
         reports: list[StepReport] = []
         engine.add_observer(reports.append)
         engine.run([prompt[:8] for prompt in PROMPTS], SamplingParams(temperature=0.0, max_tokens=60))
@@ -169,9 +168,9 @@ def saved(max_num_seqs: int = 8, gamma: int = 4) -> Path:
 
 def policy_for(max_num_seqs: int, gamma: int = 4, cost_table: str | Path = "auto", **config: int) -> CostTable | None:
     target = tiny_target()
-    settings = EngineConfig(max_num_seqs=max_num_seqs, **config)
+    settings = EngineOptions(max_num_seqs=max_num_seqs, cost_table=cost_table, **config)
     drafter = tiny_drafter(target, "prompt-lookup", gamma)
-    return make_policy(target, drafter, width=None, config=settings, cost_table=cost_table).costs.table
+    return make_policy(target, drafter, settings).costs.table
 
 
 def test_a_table_is_found_by_fingerprint_and_serves_fewer_requests(cache: Path) -> None:
@@ -229,20 +228,18 @@ def test_the_fingerprint_survives_json_and_knows_drafters_apart(cache: Path) -> 
 
 def test_an_engine_with_a_found_table_plans(cache: Path) -> None:
     target = tiny_target()
-    config = EngineConfig(max_num_seqs=4, max_model_len=200)
+    options = EngineOptions(max_num_seqs=4, max_model_len=200)
     drafter = tiny_drafter(target, "prompt-lookup", 4)
-    found = profile(
-        Engine(target, drafter, make_policy(target, drafter, width=None, config=config), config), budget_s=0.0
-    )
+    found = profile(Engine(target, drafter, make_policy(target, drafter, options), options), budget_s=0.0)
     # Of a tiny target on a busy machine every pass may look alike, and a flat table has nothing to plan with.
     rising = tuple(
         tuple(ms + rows for ms, rows in zip(curve, found.table.token_buckets, strict=True))
         for curve in found.table.verify_ms
     )
     replace(found.table, verify_ms=rising).save(table_path(found.table.fingerprint))
-    policy = make_policy(target, drafter, width=None, config=config)
+    policy = make_policy(target, drafter, options)
     assert "measured cost table" in policy.describe()
-    engine = EngineUnderTest(target, drafter, policy, config)
+    engine = EngineUnderTest(target, drafter, policy, options)
     engine.run(PROMPTS, SamplingParams(temperature=0.0, max_tokens=80))
     assert Reason.NO_TABLE.value not in engine.statistics.reasons
     assert engine.statistics.timed_steps > 0
@@ -251,7 +248,7 @@ def test_an_engine_with_a_found_table_plans(cache: Path) -> None:
 def test_a_prediction_is_for_the_rows_that_ran() -> None:
     """A lookup drafter that finds nothing verifies nothing; counting its windows would mislead the drift tracker."""
     table = CostTable((1, 2, 4, 8, 40), ((1.0, 2.0, 4.0, 8.0, 40.0),), captured_tokens=0)
-    engine = build(tiny_target(), "prompt-lookup", max_num_seqs=4, policy={"table": table})
+    engine = build(tiny_target(), "prompt-lookup", max_num_seqs=4, table=table)
     reports: list[StepReport] = []
     engine.add_observer(reports.append)
     engine.run([[1, 2, 3, 5, 8, 13, 21]], SamplingParams(temperature=0.0, max_tokens=12))

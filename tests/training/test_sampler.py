@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from surefoot.engine.assembly import build_engine
-from surefoot.engine.engine import EngineConfig
+from surefoot.engine.options import EngineOptions
 from surefoot.sampling import SamplingParams
 from surefoot.targets.target import Target
 from surefoot.training.sampler import LOOK, BulkSampler, Job, Text
@@ -34,9 +34,7 @@ def test_greedy_texts_are_those_of_the_engine(architecture: str) -> None:
     target = tiny_target(architecture)
     jobs = some_jobs(target, 7, 0.0)
     found = continue_all(target, jobs, rows=3)
-    engine = build_engine(
-        target, drafter="none", cost_table="none", config=EngineConfig(max_num_seqs=4, max_model_len=64)
-    )
+    engine = build_engine(target, EngineOptions(drafter="none", cost_table="none", max_num_seqs=4, max_model_len=64))
     requests = [engine.add_request(list(job.tokens), SamplingParams(temperature=0, max_tokens=24)) for job in jobs]
     while engine.has_work:
         engine.step()

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from surefoot.drafters.base import Drafter
 from surefoot.drafters.combined import CombinedDrafter
-from surefoot.engine.assembly import make_policy
-from surefoot.engine.device import device_for
-from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.assembly import assemble
+from surefoot.engine.engine import Engine
+from surefoot.engine.options import EngineOptions
 from surefoot.engine.request import Request
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
@@ -61,7 +61,7 @@ def build_arms(
     Raises:
         ConfigurationError: an arm that does not exist, or one that needs a drafter where there is none.
     """
-    arms, device = [], device_for(target.device)
+    arms = []
     for name in names:
         kind, _, width = name.partition(":")
         if kind not in ("none", "fixed", "adaptive") or (kind == "fixed") != width.isdecimal():
@@ -70,23 +70,17 @@ def build_arms(
             raise ConfigurationError(f"arm {name!r} needs a drafter: choose one, or bench the arm none alone")
         chosen = None if kind == "none" else _of_its_own(drafter)
         frontier = max(chosen.gamma + 1, getattr(chosen, "block_slots", 0)) if chosen else 1
-        config = EngineConfig(
+        options = EngineOptions(
+            width=int(width) if width else None,
+            # Fixed widths need none, but a drafter may choose its sources by it.
+            cost_table="none" if chosen is None else cost_table,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(512, max_num_seqs * frontier),
             max_model_len=min(max_model_len, target.max_model_len),
             prefix_reuse=False,  # or every repeat would find its prompts in the cache
             seed=seed,
         )
-        policy = make_policy(
-            target,
-            chosen,
-            width=int(width) if width else None,
-            config=config,
-            # Fixed widths need none, but a drafter may choose its sources by it.
-            cost_table="none" if chosen is None else cost_table,
-            reads_are_free=device.reads_are_free,
-        )
-        arms.append(Arm(name, Engine(target, chosen, policy, config, device=device)))
+        arms.append(Arm(name, assemble(target, chosen, options)))
     return arms
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from surefoot.cache.blocks import BlockManager
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Drafter
@@ -14,7 +16,8 @@ from surefoot.drafters.combined import CombinedDrafter
 from surefoot.engine.clock import laps_for
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
-from surefoot.engine.graphs import GraphMode, TargetRunner, runner_for
+from surefoot.engine.graphs import TargetRunner, runner_for
+from surefoot.engine.options import EngineOptions
 from surefoot.engine.output import OutputEvent, OutputProcessor, TokenLogprobs
 from surefoot.engine.policy import Plan, WidthPolicy
 from surefoot.engine.request import Request, Status
@@ -26,24 +29,6 @@ from surefoot.errors import ConfigurationError, RequestError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import Statistics
 from surefoot.targets.target import Target
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes of an engine; every field has a default that works on a workstation."""
-
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
-    max_model_len: int | None = None  # None: what the target can, capped so that the cache fits
-    block_size: int = 16
-    num_blocks: int | None = None  # None: every slot can reach max_model_len, capped by cache_bytes
-    cache_bytes: int = 1 << 30
-    prefix_reuse: bool = True
-    uniform_widths: bool = False  # static mode: one width for the whole batch
-    overlap: bool | None = None  # None: where the device overlaps
-    graphs: GraphMode = "auto"  # CUDA graphs on CUDA, eager on a CPU; "compiled" compiles decoder layers there
-    check_layout: bool = False
-    seed: int = 0
 
 
 @dataclass
@@ -69,45 +54,46 @@ class Engine:
         target: Target,
         drafter: Drafter | None,
         policy: WidthPolicy,
-        config: EngineConfig | None = None,
+        options: EngineOptions | None = None,
         *,
         runner: TargetRunner | None = None,
         device: Device | None = None,
     ) -> None:
-        config = config or EngineConfig()
-        self.target, self.drafter, self.policy, self.config = target, drafter, policy, config
+        options = options or EngineOptions()
+        self.target, self.drafter, self.policy, self.options = target, drafter, policy, options
+        self.seed = int(torch.randint(1 << 56, ())) if options.seed is None else options.seed
         self.gamma = drafter.gamma if drafter else 0
         # A drafter's block may be longer than the tokens it proposes; its slots lie in the frontier, too.
         frontier = max(self.gamma + 1, drafter.block_slots if drafter else 0)
-        self.max_model_len = _model_length(target, config)
-        if config.max_num_batched_tokens < config.max_num_seqs * frontier:
+        self.max_model_len = _model_length(target, options)
+        if options.max_num_batched_tokens < options.max_num_seqs * frontier:
             raise ConfigurationError(
-                f"max_num_batched_tokens={config.max_num_batched_tokens} cannot hold one block of {frontier} rows for each of "
-                f"max_num_seqs={config.max_num_seqs} requests: raise it to {config.max_num_seqs * frontier} or more"
+                f"max_num_batched_tokens={options.max_num_batched_tokens} cannot hold one block of {frontier} rows for each of "
+                f"max_num_seqs={options.max_num_seqs} requests: raise it to {options.max_num_seqs * frontier} or more"
             )
         # A step in flight and the next one may both grow a request by a whole block.
         room = 2 * frontier
-        num_blocks, window_blocks = _cache_blocks(target, drafter, config, self.max_model_len + room, frontier)
+        num_blocks, window_blocks = _cache_blocks(target, drafter, options, self.max_model_len + room, frontier)
         self.cache = PagedCache(
             target.layers,
             drafter.cache_layers if drafter else (),
             num_blocks=num_blocks,
             num_window_blocks=window_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
             max_model_len=self.max_model_len + room,
             dtype=target.dtype,
             device=target.device,
         )
         self.blocks = BlockManager(
-            self.cache.groups, self.cache.group_blocks, config.block_size, prefix_reuse=config.prefix_reuse
+            self.cache.groups, self.cache.group_blocks, options.block_size, prefix_reuse=options.prefix_reuse
         )
-        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, config.max_num_batched_tokens, frontier)
-        self.state = DeviceState(config.max_num_seqs, self.max_model_len, room + 1, target.device)
-        self.runner = runner or runner_for(target, config.graphs, config.max_num_batched_tokens)
+        self.scheduler = Scheduler(self.blocks, options.max_num_seqs, options.max_num_batched_tokens, frontier)
+        self.state = DeviceState(options.max_num_seqs, self.max_model_len, room + 1, target.device)
+        self.runner = runner or runner_for(target, options.graphs, options.max_num_batched_tokens)
         self.runner.prepare(self.cache, drafter.feature_layers if drafter else ())
         self.device = device or InlineDevice()
-        self.overlap = self.device.overlaps if config.overlap is None else config.overlap
+        self.overlap = self.device.overlaps if options.overlap is None else options.overlap
         if policy.current is not None and (self.overlap or not self.device.reads_are_free):
             raise ConfigurationError(
                 f"planner {policy.planner_name!r} looks at confidences in the middle of a step, which an overlapped loop never "
@@ -120,8 +106,8 @@ class Engine:
             self.state,
             policy.confidence,
             self.gamma,
-            uniform_widths=config.uniform_widths,
-            check_layout=config.check_layout,
+            uniform_widths=options.uniform_widths,
+            check_layout=options.check_layout,
             reads_are_free=self.device.reads_are_free,
         )
         if isinstance(drafter, CombinedDrafter):
@@ -152,7 +138,7 @@ class Engine:
             "drafter": self.drafter.name if self.drafter else "none",
             "gamma": self.gamma,
             "planner": self.policy.describe(),
-            "max_num_seqs": self.config.max_num_seqs,
+            "max_num_seqs": self.options.max_num_seqs,
             "max_model_len": self.max_model_len,
             "cache_bytes": self.cache.num_bytes,
         }
@@ -201,7 +187,7 @@ class Engine:
             request_id,
             tokens,
             params,
-            seed=_signed(params.seed if params.seed is not None else (self.config.seed + 1) * 0x9E3779B1 + number),
+            seed=_signed(params.seed if params.seed is not None else (self.seed + 1) * 0x9E3779B1 + number),
             output=OutputProcessor(
                 params, self.target.tokenizer, self.target.eos_token_ids, tokens, request_id=request_id
             ),
@@ -380,34 +366,34 @@ def _token_logprobs(
     return entries
 
 
-def _model_length(target: Target, config: EngineConfig) -> int:
+def _model_length(target: Target, options: EngineOptions) -> int:
     limit = target.max_model_len
-    if config.max_model_len is None:
+    if options.max_model_len is None:
         return min(limit, 8192)
-    if not 1 < config.max_model_len <= limit:
+    if not 1 < options.max_model_len <= limit:
         raise ConfigurationError(
-            f"max_model_len={config.max_model_len} is outside 2 ... {limit}, what {target.name} can address"
+            f"max_model_len={options.max_model_len} is outside 2 ... {limit}, what {target.name} can address"
         )
-    return config.max_model_len
+    return options.max_model_len
 
 
 def _cache_blocks(
-    target: Target, drafter: Drafter | None, config: EngineConfig, length: int, frontier: int
+    target: Target, drafter: Drafter | None, options: EngineOptions, length: int, frontier: int
 ) -> tuple[int, int]:
     """Blocks of the full and of every sliding group.
 
     Every slot can reach the full length, unless that takes more than `cache_bytes`; one request always fits.
     """
-    size = config.block_size
+    size = options.block_size
     per_sequence = -(-length // size)
     windows = {spec.window for spec in target.layers if spec.window is not None}
     window_blocks = 0
     if windows:
         # What a row sees, and behind it the chunk and the frontier of two steps: one in flight, one being prepared.
-        reach = max(windows) + 2 * (config.max_num_batched_tokens + frontier)
-        window_blocks = 1 + config.max_num_seqs * min(per_sequence, -(-reach // size) + 1)
-    if config.num_blocks is not None:
-        wanted = config.num_blocks
+        reach = max(windows) + 2 * (options.max_num_batched_tokens + frontier)
+        window_blocks = 1 + options.max_num_seqs * min(per_sequence, -(-reach // size) + 1)
+    if options.num_blocks is not None:
+        wanted = options.num_blocks
         if wanted < per_sequence + 1:
             raise ConfigurationError(
                 f"num_blocks={wanted} cannot hold one request of {length} positions in blocks of {size}: "
@@ -417,5 +403,5 @@ def _cache_blocks(
     layers = [spec for spec in target.layers if spec.window is None]
     layers += list(drafter.cache_layers) if drafter else []
     block_bytes = sum(spec.entry_size / spec.stride for spec in layers) * target.dtype.itemsize * size
-    affordable = int(config.cache_bytes // max(block_bytes, 1))
-    return 1 + max(per_sequence, min(per_sequence * config.max_num_seqs, affordable)), window_blocks
+    affordable = int(options.cache_bytes // max(block_bytes, 1))
+    return 1 + max(per_sequence, min(per_sequence * options.max_num_seqs, affordable)), window_blocks

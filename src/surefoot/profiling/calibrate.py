@@ -49,7 +49,7 @@ def write_texts(
             chats = prompt.chat and getattr(llm.tokenizer, "chat_template", None)
             questions.append(chat_tokens(llm.tokenizer, messages) if chats else prompt.turns[turn])
         done = 0
-        for first in range(0, len(asked), size := llm.engine.config.max_num_seqs):
+        for first in range(0, len(asked), size := llm.engine.options.max_num_seqs):
             some = slice(first, first + size)
             outputs = llm.generate(questions[some], params, progress=False)
             for index, output in zip(asked[some], outputs, strict=True):

@@ -264,13 +264,13 @@ def profile(
         raise ConfigurationError("only an idle engine can be profiled: wait for its requests or cancel them")
     start = time.perf_counter()
     lengths = _contexts_that_fit(engine, contexts)
-    points = points_of(lengths, engine.config.max_num_seqs, engine.gamma, engine.runner.bucket)
+    points = points_of(lengths, engine.options.max_num_seqs, engine.gamma, engine.runner.bucket)
     model = engine.drafter.trained if isinstance(engine.drafter, CombinedDrafter) else engine.drafter
     if model is not None and model.cache_layers:  # not one without a model, whose drafts cost nothing
         points += [Point(lengths[0], 1, 1, depth) for depth in buckets_up_to(model.gamma - 1)]
     with _Bench(engine) as bench:
         _measure(bench, points, lengths, budget_s, progress)
-    config = engine.config
+    config = engine.options
     measured = fingerprint(
         engine.target,
         engine.drafter,
@@ -327,7 +327,7 @@ def _measure(
 def _contexts_that_fit(engine: Engine, contexts: tuple[int, ...]) -> tuple[int, ...]:
     """The lengths, cut so that every state slot can hold them at once; at least one token, and no length twice."""
     room = engine.scheduler.frontier + 2
-    size, seqs = engine.config.block_size, engine.config.max_num_seqs
+    size, seqs = engine.options.block_size, engine.options.max_num_seqs
     # A sliding group gives blocks back as a request grows; the others must hold all of it.
     pools = zip(engine.blocks.pools, engine.cache.groups, strict=True)
     blocks = min(
@@ -354,7 +354,7 @@ class _Bench:
     def __enter__(self) -> _Bench:
         engine = self.engine
         self._kept = engine.policy, engine.overlap, engine.blocks.prefix_reuse
-        engine.policy = WidthPolicy(engine.gamma, num_slots=engine.config.max_num_seqs, forced=self._widths)
+        engine.policy = WidthPolicy(engine.gamma, num_slots=engine.options.max_num_seqs, forced=self._widths)
         engine.overlap, engine.blocks.prefix_reuse = False, False
         self._hidden = self._kept[1]  # an overlapped loop hides the host's time
         engine.add_observer(self._watch)
@@ -388,7 +388,7 @@ class _Bench:
         engine, vocab = self.engine, self.engine.target.vocab_size
         params = SamplingParams(temperature=0.0, max_tokens=engine.max_model_len - context, ignore_eos=True)
         with _without_target(engine):
-            for _ in range(engine.config.max_num_seqs):
+            for _ in range(engine.options.max_num_seqs):
                 text = np.resize(self._generator.integers(0, vocab, PERIOD), context)
                 self._requests.append(engine.add_request(text.tolist(), params))
             engine.step()

@@ -13,7 +13,8 @@ import torch
 from surefoot.drafters.checkpoint import describe_checkpoint
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.assembly import build_engine
-from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.engine import Engine
+from surefoot.engine.options import EngineOptions
 from surefoot.engine.trace import StepReport
 from surefoot.errors import CalibrationError, ConfigurationError
 from surefoot.sampling import SamplingParams
@@ -59,13 +60,16 @@ def serving_target(name: str, *, device: str | None = None, dtype: str | None = 
 def speculation_engine(target: Target, drafter: Path, *, batch: int, max_model_len: int) -> Engine:
     """An engine that verifies every block whole, whatever its confidences."""
     gamma = describe_checkpoint(drafter).gamma
-    config = EngineConfig(
+    options = EngineOptions(
+        drafter=drafter,
+        width=gamma,
+        cost_table="none",
         max_num_seqs=batch,
         max_num_batched_tokens=max(512, batch * (gamma + 2)),
         max_model_len=min(target.max_model_len, max_model_len),
         seed=0,
     )
-    return build_engine(target, drafter=str(drafter), width=gamma, cost_table="none", config=config)
+    return build_engine(target, options)
 
 
 @dataclass

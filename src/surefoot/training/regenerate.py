@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from surefoot.engine.assembly import build_engine
-from surefoot.engine.engine import Engine, EngineConfig
+from surefoot.engine.engine import Engine
+from surefoot.engine.options import EngineOptions
 from surefoot.engine.request import Request
 from surefoot.sampling import SamplingParams
 from surefoot.targets.target import Target
@@ -35,14 +36,16 @@ def bulk(target: Target) -> bool:
 
 def generation_engine(target: Target, options: DataOptions, drafter: Any = "none") -> Engine:
     """An engine that decodes `options.batch` requests at once."""
-    config = EngineConfig(
+    settings = EngineOptions(
+        drafter=drafter,
+        cost_table="none",
         max_num_seqs=options.batch,
         max_num_batched_tokens=max(512, 2 * options.batch),
         max_model_len=_longest(target, options) + 1,
         seed=options.seed,
         prefix_reuse=False,
     )
-    return build_engine(target, drafter=drafter, config=config, cost_table="none")
+    return build_engine(target, settings)
 
 
 def bulk_sampler(target: Target, options: DataOptions) -> BulkSampler:

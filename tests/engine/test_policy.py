@@ -16,7 +16,8 @@ from surefoot.drafters.base import Draft, DraftContext, DraftSampler
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
-from surefoot.speculation.cost import Correction, CostTable, Rescale
+from surefoot.speculation.cost import CostTable
+from surefoot.speculation.drift import Correction, Rescale
 from surefoot.speculation.planner import Decision, StoppingPlanner
 from surefoot.speculation.statistics import InactiveError
 from tests.engine.engines import EngineUnderTest, build

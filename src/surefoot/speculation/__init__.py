@@ -14,7 +14,8 @@ from surefoot.speculation.allocation import allocate
 from surefoot.speculation.breaker import Breaker, BreakerState
 from surefoot.speculation.calibration import Calibration, Outcomes, Provenance, fit_temperatures, quality_by_position
 from surefoot.speculation.continuation import ContinuationModel
-from surefoot.speculation.cost import Correction, CostTable, DriftTracker, Rescale
+from surefoot.speculation.cost import CostTable
+from surefoot.speculation.drift import Correction, DriftTracker, Rescale
 from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
 from surefoot.speculation.exploration import Exploration
 from surefoot.speculation.live_cost import LiveCost

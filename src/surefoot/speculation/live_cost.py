@@ -6,7 +6,8 @@ One engine has one `LiveCost`. Its planners, its drafter's choice of a source an
 
 from __future__ import annotations
 
-from surefoot.speculation.cost import Correction, CostTable, DriftTracker, Rescale
+from surefoot.speculation.cost import CostTable
+from surefoot.speculation.drift import Correction, DriftTracker, Rescale
 
 
 class LiveCost:

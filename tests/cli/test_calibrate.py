@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.engine.assembly import CALIBRATION_FILE
+from surefoot.drafters.calibrations import CALIBRATION_FILE
 from surefoot.speculation.calibration import Calibration
 
 

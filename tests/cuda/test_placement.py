@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import surefoot.engine.assembly as assembly
 import surefoot.engine.state
 import surefoot.engine.step
+from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.device import HostOutputs, Ready
 from surefoot.engine.graphs import CudaGraphRunner
 from surefoot.engine.step import StepOutputs
@@ -71,9 +71,9 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     monkeypatch.setattr(surefoot.engine.step, "to_device", to_device)
     monkeypatch.setattr(attention, "paged_attention_reference", attend)
 
-    def confidence_source(drafter: Any, calibration: Any, device: Any) -> Any:
+    def confidence_source(drafter: Any, device: Any, calibration: Any = None) -> Any:
         with unset_fake_temporarily():  # it checks its numbers
-            source = honest(drafter, calibration, "cpu")
+            source = honest(drafter, "cpu", calibration)
         parts = (source, source.estimator, getattr(source, "calibration", None), getattr(drafter, "calibration", None))
         for part in parts:
             for name, value in vars(part).items() if part is not None else ():
@@ -81,8 +81,8 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
                     setattr(part, name, torch.empty(value.shape, dtype=value.dtype, device=device))
         return source
 
-    honest = assembly.confidence_source
-    monkeypatch.setattr(assembly, "confidence_source", confidence_source)
+    honest = DSparkDrafter.confidence_source
+    monkeypatch.setattr(DSparkDrafter, "confidence_source", confidence_source)
     monkeypatch.setattr(LogisticEstimator, "refit", lambda self: None)
     return FakeTensorMode()
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.drafters.base import Draft, DraftContext, DraftSampler
+from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
-from surefoot.engine.assembly import confidence_source
 from surefoot.engine.loading import combine
 from surefoot.engine.trace import StepReport, TraceWriter
 from surefoot.kernels import native
@@ -302,9 +301,9 @@ def test_the_outcomes_of_one_source_leave_the_other_alone() -> None:
 def test_a_head_is_judged_and_taught_by_its_own_blocks_alone() -> None:
     target = tiny_target("llama")
     drafter = combine(target, tiny_dspark(target, 3))
-    source = confidence_source(drafter, None, "cpu")
+    source = drafter.confidence_source("cpu")
     assert isinstance(source, CombinedConfidence)
-    alone = confidence_source(drafter.trained, None, "cpu")
+    alone = drafter.trained.confidence_source("cpu")
     logits = torch.tensor([[1.0, -1.0, 0.5], [2.0, 0.0, -3.0]])
     mixed = torch.full((4, 7), torch.nan)
     mixed[[0, 2], :3] = logits
@@ -326,19 +325,14 @@ def test_a_head_is_judged_and_taught_by_its_own_blocks_alone() -> None:
     assert estimator.drift == reference.drift
 
 
-class Oracle:
+class Oracle(Drafter):
     """A trained drafter that knows the text: what a well trained one is for the choice. It has no head."""
 
-    name, block_slots, feature_layers, cache_layers, vocabulary = "oracle", 0, (), (), None
-    has_confidence_head = False
+    name = "oracle"
 
     def __init__(self, gamma: int, text: list[int], size: int) -> None:
         self.gamma, self.text, self.size = gamma, torch.tensor([*text, *[0] * gamma]), size
         self.calls = 0
-
-    def bind(self, target: Any) -> None: ...
-
-    def extend(self, features: Any, batch: Any, cache: Any) -> None: ...
 
     def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft:
         self.calls += 1

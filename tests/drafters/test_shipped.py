@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from surefoot.drafters import shipped
+from surefoot.drafters.calibrations import CALIBRATION_FILE
 from surefoot.drafters.checkpoint import save_drafter
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.drafters.shipped import ship, shipped_drafters, shipped_for, target_identity
-from surefoot.engine.assembly import CALIBRATION_FILE, confidence_source
 from surefoot.engine.loading import load_drafter_for
 from surefoot.errors import ConfigurationError, DrafterError
 from surefoot.llm import LLM
@@ -61,7 +61,7 @@ def test_auto_takes_the_shipped_drafter_with_prompt_lookup(
     assert isinstance(drafter, CombinedDrafter)
     assert drafter.name == "prompt-lookup+dspark"
     assert "shipped for tiny-llama" in caplog.text
-    confidence: Any = confidence_source(drafter, None, "cpu")
+    confidence: Any = drafter.confidence_source("cpu")
     assert confidence.gamma == drafter.gamma
     assert drafter.trained.calibration.host.tolist() == [0.5, 2.0, 3.0]
     assert drafter.trained.calibration.copying.tolist() == [0.0, 0.25, 0.75]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from surefoot.engine.assembly import confidence_source
 from surefoot.errors import CalibrationError
 from surefoot.speculation.calibration import Calibration
 from tests.engine.engines import tiny_drafter
@@ -20,7 +19,7 @@ def test_first_temperatures(gamma: int, tmp_path: Path) -> None:
     weights, sharpness = torch.randn(2, 3, 4), torch.tensor([1.5, 1.25, 1.0, 2.0])
     Calibration([1.5, 0.5, 2.0, 3.0], weights=weights, sharpness=sharpness).save(tmp_path / "calibration.json")
     drafter.gamma = gamma
-    source = confidence_source(drafter, tmp_path / "calibration.json", "cpu")
+    source = drafter.confidence_source("cpu", tmp_path / "calibration.json")
     assert source.gamma == drafter.calibration.gamma == gamma
     assert drafter.calibration.temperatures.tolist() == [1.5, 0.5, 2.0, 3.0][:gamma]
     assert torch.equal(drafter.calibration.weights, weights[..., :gamma])
@@ -35,4 +34,4 @@ def test_a_file_for_another_block_is_refused(gamma: int, tmp_path: Path) -> None
     drafter.gamma = gamma
     Calibration([1.0] * 5).save(tmp_path / "calibration.json")
     with pytest.raises(CalibrationError, match="gamma=5"):
-        confidence_source(drafter, tmp_path / "calibration.json", "cpu")
+        drafter.confidence_source("cpu", tmp_path / "calibration.json")

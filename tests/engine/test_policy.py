@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.cache.paged import LayerSpec
-from surefoot.drafters.base import Draft, DraftContext, DraftSampler
+from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
@@ -26,23 +25,15 @@ from tests.tiny_models import tiny_target
 STEEP = CostTable((1, 2, 3, 4, 5, 8, 16, 64), ((1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 16.0, 64.0),), (1,), (0.5,))
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Draws every token from fixed logits and scores it by a rule that may look at the tokens before it, never at it."""
 
     name = "scripted"
-    block_slots = 0
-    feature_layers: tuple[int, ...] = ()
-    cache_layers: tuple[LayerSpec, ...] = ()
-    vocabulary = None
     has_confidence_head = True
 
     def __init__(self, gamma: int, logits: list[float], confidence: Callable[[Tensor, int], Tensor]) -> None:
         self.gamma, self.logits, self.score = gamma, torch.tensor(logits), confidence
         self.blocks = 0
-
-    def bind(self, target: Any) -> None: ...
-
-    def extend(self, features: Any, batch: Any, cache: Any) -> None: ...
 
     def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft:
         self.blocks += context.slots.shape[0]

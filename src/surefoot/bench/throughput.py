@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from surefoot.drafters.base import Drafter
-from surefoot.drafters.combined import CombinedDrafter
 from surefoot.engine.assembly import assemble
 from surefoot.engine.engine import Engine
 from surefoot.engine.options import EngineOptions
@@ -24,7 +23,6 @@ from surefoot.engine.request import Request
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
-from surefoot.speculation.sources import SourceChoice
 from surefoot.targets.target import Target
 
 PASSES = ("draft", "target", "accept", "extend")
@@ -68,8 +66,8 @@ def build_arms(
             raise ConfigurationError(f"arm is {name!r}; allowed: none, fixed:K (a width), adaptive")
         if kind != "none" and drafter is None:
             raise ConfigurationError(f"arm {name!r} needs a drafter: choose one, or bench the arm none alone")
-        chosen = None if kind == "none" else _of_its_own(drafter)
-        frontier = max(chosen.gamma + 1, getattr(chosen, "block_slots", 0)) if chosen else 1
+        chosen = None if kind == "none" or drafter is None else drafter.separate()
+        frontier = max(chosen.gamma + 1, chosen.block_slots) if chosen else 1
         options = EngineOptions(
             width=int(width) if width else None,
             # Fixed widths need none, but a drafter may choose its sources by it.
@@ -82,15 +80,6 @@ def build_arms(
         )
         arms.append(Arm(name, assemble(target, chosen, options)))
     return arms
-
-
-def _of_its_own(drafter: Drafter | None) -> Drafter | None:
-    """The same model, but what an engine learns about its sources stays with that engine."""
-    if not isinstance(drafter, CombinedDrafter):
-        return drafter
-    lookup, trained, shared = drafter.lookup, drafter.trained, drafter.choice
-    choice = SourceChoice(lookup.gamma, trained.gamma, shared.longest_match, shared.device)
-    return CombinedDrafter(lookup, trained, choice, reads_are_free=drafter.reads_are_free)
 
 
 @dataclass

@@ -128,7 +128,7 @@ def _before_and_after(blocks: Blocks, fitted: Calibration) -> dict[str, list[Pos
 
 
 def _beside(drafter: str) -> Path:
-    from surefoot.engine.assembly import CALIBRATION_FILE
+    from surefoot.drafters.calibrations import CALIBRATION_FILE
 
     if drafter in options.DRAFTERS:
         raise CalibrationError(

@@ -133,7 +133,7 @@ def _describe_drafter(checkpoint: str, target: str | None) -> tuple[dict[str, An
 
 def _describe_calibration(directory: Path, gamma: int) -> tuple[str, list[str]]:
     """What a drafter's calibration was fitted on, and why it cannot be used."""
-    from surefoot.engine.assembly import CALIBRATION_FILE
+    from surefoot.drafters.calibrations import CALIBRATION_FILE
     from surefoot.errors import CalibrationError
     from surefoot.speculation.calibration import Calibration
 

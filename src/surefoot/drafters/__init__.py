@@ -5,13 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler
     from surefoot.drafters.checkpoint import load_drafter
     from surefoot.drafters.dspark import DSparkDrafter
     from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 
-__all__ = ["DSparkDrafter", "PromptLookupDrafter", "load_drafter"]
+__all__ = [
+    "DSparkDrafter",
+    "Draft",
+    "DraftContext",
+    "DraftSampler",
+    "Drafter",
+    "PromptLookupDrafter",
+    "load_drafter",
+]
 
 _HOME = {
+    "Draft": "surefoot.drafters.base",
+    "DraftContext": "surefoot.drafters.base",
+    "DraftSampler": "surefoot.drafters.base",
+    "Drafter": "surefoot.drafters.base",
     "DSparkDrafter": "surefoot.drafters.dspark",
     "PromptLookupDrafter": "surefoot.drafters.prompt_lookup",
     "load_drafter": "surefoot.drafters.checkpoint",

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+
+from surefoot.errors import CalibrationError, DrafterError
+from surefoot.speculation.calibration import Calibration
+from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
 
 if TYPE_CHECKING:
     from surefoot.cache.paged import LayerSpec, PagedCache
     from surefoot.kernels.packing import FlatBatch
+    from surefoot.speculation.live_cost import LiveCost
     from surefoot.targets.target import Target
 
 
@@ -102,38 +110,98 @@ class Draft:
     model_rows: int | None = None  # requests the model's pass ran for (None: all)
 
 
-class Drafter(Protocol):
-    """One protocol for every drafter. `propose` may read x_<k when it scores position k, never x_k."""
+class Drafter:
+    """Everything the engine asks of a drafter.
+
+    A class derived from this one inherits the defaults below and has to define `name`, `gamma` and `propose` alone: a drafter
+    without a model of its own, whose confidences are estimated from its `signal`, or from its confidence head if it says that
+    it has one. `propose` may read x_<k when it scores position k, never x_k.
+    """
 
     name: str
-    gamma: int
-    block_slots: int  # cache slots from the anchor on that `propose` writes; the frontier is at least this (0: none)
-    feature_layers: tuple[int, ...]  # target layers whose hidden states it reads; -1 is the embedding output
-    cache_layers: tuple[LayerSpec, ...]  # its own context layers, in the target's full-attention blocks
+    gamma: int  # draft tokens per block
+    block_slots: int = (
+        0  # cache slots from the anchor on that `propose` writes; the frontier is at least this (0: none)
+    )
+    feature_layers: tuple[int, ...] = ()  # target layers whose hidden states it reads; -1 is the embedding output
+    cache_layers: tuple[LayerSpec, ...] = ()  # its own context layers, in the target's full-attention blocks
+    vocabulary: Tensor | None = None  # [V_draft] int64, draft id -> target id (None: the target's own vocabulary)
+    has_confidence_head: bool = False  # whether its drafts carry `confidence_logits`
+    sources: tuple[str, ...] = ()  # what the indices in `Draft.source` stand for; empty for a single source
+    model_gamma: int | None = None  # draft tokens of a whole block of its model (None: it has no model)
+    rests: bool = False  # it decides for itself when its model does not pay and need not run
 
     @property
-    def vocabulary(self) -> Tensor | None:
-        """[V_draft] int64, draft id -> target id (None: the target's own vocabulary)."""
-        ...
-
-    @property
-    def has_confidence_head(self) -> bool:
-        """Whether its drafts carry `confidence_logits`."""
-        ...
+    def identity(self) -> Mapping[str, Any]:
+        """Plain data that tells drafters of the same name and gamma apart, as far as a draft's cost depends on it."""
+        return {}
 
     def bind(self, target: Target) -> None:
-        """Check the fit and share the target's embedding and head. Raises `DrafterError` naming both sides."""
-        ...
+        """Check the fit and share the target's embedding and head.
+
+        Raises:
+            DrafterError: it does not fit; the message names both sides.
+        """
+
+    def pack(self) -> None:
+        """Bring the weights into the form that serves fastest here. Afterwards they can be neither trained nor saved."""
+
+    def use_costs(self, costs: LiveCost) -> None:
+        """Make decisions of its own by these costs, which follow the engine's measurements from now on."""
+
+    def confidence_source(self, device: torch.device | str, calibration: str | Path | None = None) -> ConfidenceSource:
+        """What reads confidences from its drafts.
+
+        Args:
+            device: where the confidences are computed.
+            calibration: a file written by `surefoot calibrate`; None: the drafter's own, if it has one.
+
+        Raises:
+            CalibrationError: the file cannot be read or was made for another gamma, or there is nothing to calibrate.
+        """
+        estimator = LogisticEstimator(self.gamma, device)
+        if self.has_confidence_head:
+            fitted = Calibration.identity(self.gamma, device)
+            return HeadConfidence(
+                fitted if calibration is None else Calibration.load(calibration, self.gamma, device), estimator
+            )
+        if calibration is not None:
+            raise CalibrationError(
+                f"{calibration}: the drafter {self.name} has no confidence head to calibrate; leave the calibration out"
+            )
+        return SignalConfidence(estimator)
 
     def extend(self, features: Tensor, batch: FlatBatch, cache: PagedCache) -> None:
         """Project the target's hidden states of the rows just run into the drafter's own context cache.
 
-        Every row is written, also those acceptance will reject: a rejected row lies behind the committed length, where
-        nobody reads and the next step overwrites. That keeps this call free of a wait for the acceptance result.
+        Every row is written, also those acceptance will reject: a rejected row lies after the committed length, where
+        nobody reads and the next step overwrites. So this call need not wait for the acceptance result.
 
         Args:
             features: [T, len(feature_layers) * hidden], hidden states in the order of `feature_layers`.
         """
-        ...
 
-    def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft: ...
+    def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft:
+        """Draft gamma tokens (fewer where `Draft.lengths` says so) after each anchor."""
+        raise NotImplementedError
+
+    def draft_always(self, always: bool) -> None:
+        """For measuring what a draft costs: while `always`, the model drafts for every request, whatever pays."""
+
+    def separate(self) -> Drafter:
+        """The same drafter for another engine: weights are shared, what it learns while it serves is not."""
+        return self
+
+
+def check_protocol(drafter: Drafter) -> None:
+    """Make sure that an object given as a drafter can be asked everything the engine asks.
+
+    Raises:
+        DrafterError: names what is missing, and the remedy.
+    """
+    asked = {name for name in (*Drafter.__annotations__, *vars(Drafter)) if not name.startswith("_")}
+    if missing := sorted(name for name in asked if not hasattr(drafter, name)):
+        raise DrafterError(
+            f"the drafter {type(drafter).__name__} lacks {', '.join(missing)}: derive its class from "
+            "surefoot.drafters.Drafter, which has defaults for all but name, gamma and propose"
+        )

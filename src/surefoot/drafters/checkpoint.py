@@ -109,7 +109,7 @@ def load_drafter(
     tensors = headers.load(set(expected))
     model.load_state_dict({name: t.to(dtype or stored) for name, t in tensors.items()}, assign=True)
     model.int8 = headers.load_int8(set(expected))
-    return DSparkDrafter(model.to(device).eval(), gamma, origin=str(path_or_id))
+    return DSparkDrafter(model.to(device).eval(), gamma, origin=str(path_or_id), checkpoint=directory)
 
 
 def save_drafter(drafter: DSparkDrafter, path: str | Path, layout: Layout = "deepspec") -> None:

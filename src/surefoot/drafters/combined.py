@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
+from surefoot.speculation.estimator import ConfidenceSource
+from surefoot.speculation.sources import CombinedConfidence, SourceChoice
 
 if TYPE_CHECKING:
     from surefoot.cache.paged import PagedCache
     from surefoot.kernels.packing import FlatBatch
     from surefoot.speculation.live_cost import LiveCost
-    from surefoot.speculation.sources import SourceChoice
     from surefoot.targets.target import Target
 
 LOOKUP, TRAINED, NOBODY = 0, 1, -1
 """Values of `Draft.source`."""
 
 
-class CombinedDrafter:
+class CombinedDrafter(Drafter):
     """Per request and step either prompt lookup or a trained drafter, whichever `choice` prefers at this match length.
 
     It stays exact because of the order of things: the match is looked up in the committed context, the choice is made from
@@ -37,6 +40,8 @@ class CombinedDrafter:
     A draft's `signal` is the match length; its `confidence_logits` are the trained drafter's (its signal, if it has no
     head), NaN where it did not draft; None where its model did not run.
     """
+
+    rests = True
 
     def __init__(
         self,
@@ -60,16 +65,31 @@ class CombinedDrafter:
         self.feature_layers, self.cache_layers = trained.feature_layers, trained.cache_layers
         self.sources = (lookup.name, trained.name)
         self.name = "+".join(self.sources)
-        if hasattr(trained, "config"):
-            self.config = trained.config  # cost tables are told apart by it
+        self.has_confidence_head = trained.has_confidence_head
+        self.model_gamma = trained.gamma
 
     @property
-    def vocabulary(self) -> Tensor | None:
+    def vocabulary(self) -> Tensor | None:  # type: ignore[override]
         return self.trained.vocabulary
 
     @property
-    def has_confidence_head(self) -> bool:
-        return self.trained.has_confidence_head
+    def identity(self) -> Mapping[str, Any]:
+        return self.trained.identity
+
+    def pack(self) -> None:
+        self.trained.pack()
+
+    def confidence_source(self, device: torch.device | str, calibration: str | Path | None = None) -> ConfidenceSource:
+        return CombinedConfidence(self.choice, self.trained.confidence_source(device, calibration))
+
+    def draft_always(self, always: bool) -> None:
+        self.choice.only_trained = always
+
+    def separate(self) -> CombinedDrafter:
+        """The same two drafters, and a choice between them of its own."""
+        old = self.choice
+        choice = SourceChoice(self.lookup.gamma, self.trained.gamma, old.longest_match, old.device)
+        return CombinedDrafter(self.lookup, self.trained.separate(), choice, reads_are_free=self.reads_are_free)
 
     def use_costs(self, costs: LiveCost) -> None:
         """Choose sources by the costs that the engine plans with, from now on."""

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.cache.paged import LayerSpec, PagedCache
-from surefoot.drafters.base import BlockwiseSampler, Draft, DraftContext, DraftSampler
+from surefoot.drafters.base import BlockwiseSampler, Draft, DraftContext, Drafter, DraftSampler
+from surefoot.drafters.calibrations import find_calibration
 from surefoot.drafters.config import DSparkConfig
 from surefoot.drafters.copying import Copier, raise_copies
 from surefoot.drafters.heads import ConfidenceHead, MarkovHead
-from surefoot.errors import DrafterError
+from surefoot.errors import CalibrationError, DrafterError
 from surefoot.kernels import native
 from surefoot.kernels.attention import paged_attention
 from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm
@@ -28,10 +30,11 @@ from surefoot.kernels.elementwise import rotary as rotate_rows
 from surefoot.kernels.linear import PackedLinear
 from surefoot.kernels.sampling import softmax_rows
 from surefoot.kernels.sequential import draft_block
+from surefoot.speculation.calibration import Calibration
+from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator
 
 if TYPE_CHECKING:
     from surefoot.kernels.packing import FlatBatch
-    from surefoot.speculation.calibration import Calibration
     from surefoot.targets.target import Target
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [..., rotary_dim]
@@ -531,7 +534,7 @@ def block_mask(
     return torch.cat([seen[:, block], own.expand(seen.shape[0], -1, -1)], 2)
 
 
-class DSparkDrafter:
+class DSparkDrafter(Drafter):
     """`Drafter` over a `DSparkModel`: keeps the projected context in the paged cache and drafts one block per call.
 
     A draft step projects the rows just committed and the block, never the whole context again. The block runs at its
@@ -541,18 +544,21 @@ class DSparkDrafter:
     target has run there.
     """
 
-    def __init__(self, model: DSparkModel, gamma: int | None = None, *, origin: str = "") -> None:
+    def __init__(
+        self, model: DSparkModel, gamma: int | None = None, *, origin: str = "", checkpoint: Path | None = None
+    ) -> None:
         """
         Args:
             gamma: draft tokens per block, 1 ... `config.gamma` (the default).
             origin: where it came from, for messages.
+            checkpoint: the directory it was loaded from, where its calibration may lie.
 
         Raises:
             DrafterError: gamma is out of range.
         """
         config = model.config
         self.gamma = config.gamma if gamma is None else gamma
-        self.origin = origin or f"{config.kind} drafter"
+        self.origin, self.checkpoint = origin or f"{config.kind} drafter", checkpoint
         if not 1 <= self.gamma <= config.gamma:
             raise DrafterError(
                 f"gamma {gamma} for {self.origin}: it was trained for blocks of {config.gamma} draft tokens; "
@@ -560,6 +566,8 @@ class DSparkDrafter:
             )
         self.model, self.config, self.name = model, config, config.kind
         self.calibration: Calibration | None = None  # of this gamma; replaced as a whole or updated in place
+        self.model_gamma = self.gamma
+        self.has_confidence_head = config.enable_confidence_head
         self.feature_layers = config.target_layer_ids
         self.block_slots = config.block_size
         self.cache_layers = tuple(
@@ -568,12 +576,38 @@ class DSparkDrafter:
         )
 
     @property
-    def vocabulary(self) -> Tensor | None:
-        return self.model.vocabulary
+    def vocabulary(self) -> Tensor | None:  # type: ignore[override]
+        return self.model.vocabulary  # which may move
 
     @property
-    def has_confidence_head(self) -> bool:
-        return self.config.enable_confidence_head
+    def identity(self) -> Mapping[str, Any]:
+        return vars(self.config)
+
+    def pack(self) -> None:
+        self.model.pack()
+
+    def confidence_source(self, device: torch.device | str, calibration: str | Path | None = None) -> ConfidenceSource:
+        """The head, corrected by a calibration, with an estimator that watches it.
+
+        Args:
+            calibration: made for this gamma, or for whole blocks; None: the one of the checkpoint, where there is one. The
+                drafter draws as it says from now on.
+        """
+        if calibration is None and self.checkpoint is not None and self.has_confidence_head:
+            calibration = find_calibration(self.checkpoint)
+        if calibration is None or not self.has_confidence_head:
+            return super().confidence_source(device, calibration)
+        self.calibration = self._load_calibration(calibration, device)
+        return HeadConfidence(Calibration.identity(self.gamma, device), LogisticEstimator(self.gamma, device))
+
+    def _load_calibration(self, path: str | Path, device: torch.device | str) -> Calibration:
+        """For this gamma: the file's own, or the first positions of a file for whole blocks."""
+        try:
+            return Calibration.load(path, self.gamma, device)
+        except CalibrationError:
+            if self.config.gamma == self.gamma:
+                raise
+        return Calibration.load(path, self.config.gamma, device).first(self.gamma)
 
     def bind(self, target: Target) -> None:
         """Check the fit and share the target's embedding and head.

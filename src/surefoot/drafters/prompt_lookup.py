@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surefoot.drafters.base import Draft, DraftContext, DraftSampler
+from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
 
-if TYPE_CHECKING:
-    from surefoot.cache.paged import LayerSpec, PagedCache
-    from surefoot.kernels.packing import FlatBatch
-    from surefoot.targets.target import Target
 
-
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Proposes the continuation of the longest earlier occurrence of the text's own suffix.
 
     The suffix ends at the anchor and is looked for in prompt and output alike; a longer match wins, then the more
@@ -29,11 +22,6 @@ class PromptLookupDrafter:
     """
 
     name = "prompt-lookup"
-    feature_layers: tuple[int, ...] = ()
-    cache_layers: tuple[LayerSpec, ...] = ()
-    vocabulary: Tensor | None = None
-    has_confidence_head = False
-    block_slots = 0
 
     def __init__(self, gamma: int, *, max_match: int = 16, min_match: int = 2) -> None:
         """
@@ -49,12 +37,6 @@ class PromptLookupDrafter:
                 f"min_match {min_match}, max_match {max_match}: need 1 <= min_match <= max_match <= 255"
             )
         self.gamma, self.max_match, self.min_match = gamma, max_match, min_match
-
-    def bind(self, target: Target) -> None:
-        """Every target fits."""
-
-    def extend(self, features: Tensor, batch: FlatBatch, cache: PagedCache) -> None:
-        """The history is all the context there is."""
 
     def propose(self, context: DraftContext, sampler: DraftSampler | None = None) -> Draft:
         """One pass over the histories of all requests; q is a point mass on the proposal, so the sampler is not used.

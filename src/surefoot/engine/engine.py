@@ -12,7 +12,6 @@ import torch
 from surefoot.cache.blocks import BlockManager
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Drafter
-from surefoot.drafters.combined import CombinedDrafter
 from surefoot.engine.clock import laps_for
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
@@ -110,7 +109,7 @@ class Engine:
             check_layout=options.check_layout,
             reads_are_free=self.device.reads_are_free,
         )
-        if isinstance(drafter, CombinedDrafter):
+        if drafter is not None:
             drafter.use_costs(policy.costs)
         self.requests: dict[str, Request] = {}
         self._in_flight: InFlight | None = None

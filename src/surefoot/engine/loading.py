@@ -9,10 +9,9 @@ from typing import NamedTuple, cast
 import torch
 
 from surefoot.drafters import load_drafter
-from surefoot.drafters.base import Drafter
+from surefoot.drafters.base import Drafter, check_protocol
 from surefoot.drafters.checkpoint import describe_checkpoint
 from surefoot.drafters.combined import CombinedDrafter
-from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.drafters.shipped import shipped_for
 from surefoot.engine.options import COMBINED_PREFIX, LOOKUP_NAMES, EngineOptions, check_drafter
@@ -59,9 +58,8 @@ def load(model: str | Path | Target, options: EngineOptions) -> Loaded:
                 f"quantize {options.quantize!r} needs a CPU target and the native kernels: leave it out here"
             )
     drafter = load_drafter_for(target, options.drafter, options.gamma)
-    trained = drafter.trained if isinstance(drafter, CombinedDrafter) else drafter
-    if isinstance(trained, DSparkDrafter):
-        trained.model.pack()
+    if drafter is not None:
+        drafter.pack()
     return Loaded(target, drafter)
 
 
@@ -88,6 +86,7 @@ def load_drafter_for(target: Target, drafter: str | Path | Drafter | None, gamma
         loaded = load_drafter(str(drafter), gamma=gamma, dtype=target.dtype, device=str(target.device))
     else:
         loaded = drafter
+    check_protocol(loaded)
     loaded.bind(target)
     return loaded
 

@@ -161,7 +161,7 @@ class DecodeStep:
             self.runner.replayed,
             laps,
             draft.source,
-            getattr(self.drafter, "sources", ()),
+            self.drafter.sources if self.drafter else (),
             draft.model_rows,
         )
 

@@ -49,7 +49,7 @@ def fingerprint(
         "threads": torch.get_num_threads(),
         "native_kernels": native.kernel().isa if device.type == "cpu" and native.available() else None,
         "drafter": drafter.name if drafter else "none",
-        "drafter_config": _digest(vars(drafter.config)) if drafter and hasattr(drafter, "config") else None,
+        "drafter_config": _digest(drafter.identity) if drafter and drafter.identity else None,
         "gamma": drafter.gamma if drafter else 0,
         "max_num_seqs": max_num_seqs,
         "block_size": block_size,

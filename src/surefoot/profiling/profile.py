@@ -25,7 +25,6 @@ import numpy.typing as npt
 import torch
 
 from surefoot.cache.paged import PagedCache
-from surefoot.drafters.combined import CombinedDrafter
 from surefoot.engine.engine import Engine
 from surefoot.engine.policy import WidthPolicy
 from surefoot.engine.request import Request
@@ -265,9 +264,9 @@ def profile(
     start = time.perf_counter()
     lengths = _contexts_that_fit(engine, contexts)
     points = points_of(lengths, engine.options.max_num_seqs, engine.gamma, engine.runner.bucket)
-    model = engine.drafter.trained if isinstance(engine.drafter, CombinedDrafter) else engine.drafter
-    if model is not None and model.cache_layers:  # not one without a model, whose drafts cost nothing
-        points += [Point(lengths[0], 1, 1, depth) for depth in buckets_up_to(model.gamma - 1)]
+    model_gamma = engine.drafter.model_gamma if engine.drafter else None
+    if model_gamma is not None:  # without a model, drafts cost next to nothing
+        points += [Point(lengths[0], 1, 1, depth) for depth in buckets_up_to(model_gamma - 1)]
     with _Bench(engine) as bench:
         _measure(bench, points, lengths, budget_s, progress)
     config = engine.options
@@ -281,7 +280,7 @@ def profile(
     counts = bench.counts.values()
     padded = any(engine.runner.bucket(size) > size for size in range(1, 33))
     return Profile(
-        bench.samples.table(measured, model.gamma if model else 0, padded),
+        bench.samples.table(measured, model_gamma or engine.gamma, padded),
         engine.gamma,
         time.perf_counter() - start,
         sum(counts),
@@ -370,8 +369,8 @@ class _Bench:
 
     def _draft_by_model(self, always: bool) -> None:
         """D of two drafters in one is that of the trained one: these texts, which repeat, would all be looked up."""
-        if isinstance(self.engine.drafter, CombinedDrafter):
-            self.engine.drafter.choice.only_trained = always
+        if self.engine.drafter is not None:
+            self.engine.drafter.draft_always(always)
 
     def _watch(self, report: StepReport) -> None:
         self._last = report

@@ -49,24 +49,6 @@ def test_a_broken_compiler_gives_one_warning_with_the_reason(tmp_path):
     assert "no-such-compiler" in " ".join(rest)
 
 
-@needs_native
-def test_processes_may_build_at_once(tmp_path):
-    """Two first starts race in an empty cache: both work, one library remains, nothing else is left behind."""
-    compiler = tmp_path / "quick-compiler"  # the real build takes half a minute: hand out the library that exists
-    library = native.library()
-    compiler.write_text(
-        f"#!{sys.executable}\nimport shutil, sys, time\ntime.sleep(2.5)\n"
-        f"shutil.copy({str(library)!r}, sys.argv[sys.argv.index('-o') + 1])\n"
-    )
-    compiler.chmod(0o755)
-    processes = [start(SUREFOOT_CACHE=str(tmp_path / "cache"), CXX=str(compiler)) for _ in range(2)]
-    for process in processes:
-        out, error = process.communicate()
-        assert out.splitlines()[0] == "True [1.0, 1.0, 1.0] 0"
-        assert error.strip() == "compiling native kernels, once: about half a minute…"
-    assert [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file() or ".build" in p.name] == [native.LIBRARY]
-
-
 def calls():
     """Every operation on small inputs."""
     x, weight = torch.randn(3, 8), torch.randn(8)

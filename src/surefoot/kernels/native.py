@@ -1,4 +1,4 @@
-"""The C++ kernels: compiled on first use into a cache directory, found there ever after.
+"""The C++ kernels: compiled on first use into a cache directory (`build.py`), loaded from there.
 
 `available()` is the one question callers ask. It is true when `torch.ops.surefoot.*` exists (compiled and loaded); where
 it is false (no compiler, `SUREFOOT_NATIVE=0`) every kernel has a torch fallback that computes the same thing more slowly,
@@ -11,19 +11,15 @@ Environment:
     SUREFOOT_NATIVE: `0` never compiles or loads the kernels.
     SUREFOOT_ISA: `portable`, `avx2`, `avx512` or `amx` forces the instruction set (default: the best there is); an error
         where this machine lacks it.
-    SUREFOOT_CACHE: cache directory of surefoot (default `~/.cache/surefoot`); the kernels live in `native/<key>/`.
+    SUREFOOT_CACHE: cache directory of surefoot (default `~/.cache/surefoot`); the kernels lie in `native/<key>/`, see
+        `build.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import platform
-import subprocess
-import sys
-import tempfile
-import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,17 +27,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from surefoot.errors import ConfigurationError
-from surefoot.paths import cache_directory
+from surefoot.kernels import build
 
-HOME = Path(__file__).parent
-SOURCES = ("native.cpp", "products.cpp", "layer.cpp", "sequential.cpp", "planning.cpp")
-HEADERS = ("vectors.hpp", "tiles.hpp", "dispatch.hpp", "threads.hpp")
-FLAGS = ("-O3", "-mtune=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC")
-LIBRARY = "surefoot_native.so"
 DTYPES = (torch.bfloat16, torch.float32)  # what the kernels compute on
 
 Isa = Literal["portable", "avx2", "avx512", "amx"]
@@ -141,11 +131,11 @@ def _available() -> bool:
     try:
         _operations(production_level())
     except Exception as error:  # whatever the tool chain raises, torch's own products still work
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        remedy = error.remedy if isinstance(error, build.BuildError) else "Please report this."
         warnings.warn(
-            f"native kernels could not be built ({reason[:160]}): using torch's own operations, which are slower and do"
-            " not promise bit-identical rows across batch sizes. Install g++ (or set CXX); SUREFOOT_NATIVE=0 hides this.",
+            f"no native kernels ({reason}): using torch's own operations, which are slower and do not promise"
+            f" bit-identical rows across batch sizes. {remedy} SUREFOOT_NATIVE=0 hides this.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -214,76 +204,20 @@ def _operations(level: Isa) -> Any:
     """The operations of a level: production's if it is that level, else those of a library of products alone."""
     if level != production_level():
         return load_products(f"surefoot_{level}", level_flags(level))
-    torch.ops.load_library(str(library()))
+    build.load(build.SOURCES, level_flags(level))
     return torch.ops.surefoot
 
 
 @functools.cache
 def load_products(namespace: str, flags: tuple[str, ...]) -> Any:
     """Builds and loads `products.cpp` alone, with flags of its own, as `torch.ops.<namespace>`: for comparisons and tests."""
-    torch.ops.load_library(str(library(("products.cpp",), (*flags, f"-DSUREFOOT_NAMESPACE={namespace}"))))
+    build.load(("products.cpp",), (*flags, f"-DSUREFOOT_NAMESPACE={namespace}"))
     return getattr(torch.ops, namespace)
 
 
-def build_key(sources: Sequence[str] = SOURCES, flags: Sequence[str] | None = None) -> str:
-    """Hash of all that decides the machine code: sources, flags, torch, and the CPU that it is tuned for."""
-    flags = level_flags(production_level()) if flags is None else flags
-    cpu = platform.machine() + platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text(errors="replace").splitlines()
-        cpu += "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
-    texts = [(HOME / name).read_text() for name in (*sources, *HEADERS)]
-    parts = (*texts, " ".join((*FLAGS, *flags)), torch.__version__, cpu, os.environ.get("CXX", ""))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def library(sources: Sequence[str] = SOURCES, flags: Sequence[str] | None = None) -> Path:
+def library(sources: Sequence[str] = build.SOURCES, flags: Sequence[str] | None = None) -> Path:
     """The compiled library, by default production's; compiled now if the cache has none."""
-    flags = level_flags(production_level()) if flags is None else flags
-    target = cache_directory() / "native" / build_key(sources, flags) / LIBRARY
-    if not target.exists():
-        _build(target, sources, flags)
-    return target
-
-
-def _build(target: Path, sources: Sequence[str], flags: Sequence[str]) -> None:
-    """Compiles in a private directory and moves the library into place, so that processes may start at once.
-
-    The compiler is called directly: `torch.utils.cpp_extension.load` needs ninja and setuptools at run time, guards its
-    directory with a lock file that outlives a killed process, and hides the compiler's message.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True)
-    notice = threading.Timer(
-        2.0, lambda: console.print("[dim]compiling native kernels, once: about half a minute…[/dim]")
-    )
-    notice.daemon = True
-    home = Path(torch.__file__).parent
-    include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    compiler = [os.environ.get("CXX") or "g++", *FLAGS, *flags]
-    notice.start()
-    try:
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as workspace:
-            objects = [str(Path(workspace) / f"{name}.o") for name in sources]
-            _run([*compiler, *include, "-c", str(HOME / s), "-o", o] for s, o in zip(sources, objects, strict=True))
-            built = str(Path(workspace) / LIBRARY)
-            own = (
-                ["-Wl,-Bsymbolic"] if sys.platform == "linux" else []
-            )  # never another library's instance of a template
-            _run([[*compiler, "-shared", *own, *objects, "-o", built, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]])
-            os.replace(built, target)
-    finally:
-        notice.cancel()
-
-
-def _run(commands: Iterable[Sequence[str]]) -> None:
-    """All at once; the first failure's message is raised."""
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    errors = [process.communicate()[1] for process in running]
-    for process, error in zip(running, errors, strict=True):
-        if process.returncode:
-            raise RuntimeError(error or f"compiler exited with {process.returncode}")
+    return build.library(sources, level_flags(production_level()) if flags is None else flags)
 
 
 def _register_fakes() -> None:

@@ -43,7 +43,7 @@ def test_a_stream_emits_what_generate_returns_and_leaving_it_cancels(llm: LLM) -
 
 
 def test_profile_measures_saves_and_plans_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.profiling.fingerprint.tables_directory", lambda: tmp_path)
+    monkeypatch.setattr("surefoot.engine.fingerprint.tables_directory", lambda: tmp_path)
 
     def started(**options: Any) -> LLM:
         return LLM(tiny_target("llama"), drafter="prompt-lookup", gamma=3, max_model_len=64, max_num_seqs=2, **options)

@@ -64,7 +64,7 @@ def test_chat_answers_piped_turns(
     run: Callable[..., Any], checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first start measures the machine, the second finds what it has saved."""
-    monkeypatch.setattr("surefoot.profiling.fingerprint.tables_directory", lambda: tmp_path)
+    monkeypatch.setattr("surefoot.engine.fingerprint.tables_directory", lambda: tmp_path)
     monkeypatch.setattr("surefoot.cli.profile.QUICK_SECONDS", 0.1)
     for start in range(2):
         result = run("chat", "-m", str(checkpoints / "target"), "-n", "5", "--json", stdin="hello\nagain\n")

@@ -12,11 +12,11 @@ import pytest
 from surefoot.engine.assembly import make_policy
 from surefoot.engine.device import ThreadDevice
 from surefoot.engine.engine import Engine
+from surefoot.engine.fingerprint import find_table, fingerprint, load_table, table_path
 from surefoot.engine.graphs import EagerRunner
 from surefoot.engine.options import EngineOptions
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError, CostTableError
-from surefoot.profiling.fingerprint import find_table, fingerprint, load_table, table_path
 from surefoot.profiling.profile import Profile, Samples, acceptance_for, buckets_up_to, points_of, profile
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from surefoot.engine.fingerprint import packed_layers
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
 from surefoot.llm import LLM
-from surefoot.profiling.fingerprint import packed_layers
 from surefoot.sampling import SamplingParams
 
 TRANSFORMERS, TARGET_ONLY, SPECULATIVE, INT8 = "transformers", "target-only", "speculative", "int8"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear, Quantization
-from surefoot.profiling.hardware import last_level_cache, read_cpuinfo
+from surefoot.machine import last_level_cache, read_cpuinfo
 
 SHAPES: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
     "qwen2.5-coder-0.5b": {

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-import surefoot
 from surefoot.cli import bench, calibrate, chat, demo, evaluate, generate, inspect, profile, simulate, train
 from surefoot.errors import SurefootError
+from surefoot.version import __version__
 
 COMMANDS = (generate, chat, demo, inspect, profile, calibrate, simulate, bench, train, evaluate)
 
@@ -57,7 +57,7 @@ def build_app() -> typer.Typer:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"surefoot {surefoot.__version__}")
+        typer.echo(f"surefoot {__version__}")
         raise typer.Exit()
 
 

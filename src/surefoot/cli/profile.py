@@ -58,7 +58,7 @@ def profile(
         quantize=quantize,
         max_num_seqs=max_num_seqs,
     )
-    from surefoot.profiling.fingerprint import table_path
+    from surefoot.engine.fingerprint import table_path
 
     with progress_bar("profiling") as show:
         found = llm.profile(seconds, show, output)

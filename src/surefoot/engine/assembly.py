@@ -8,6 +8,7 @@ from pathlib import Path
 from surefoot.drafters.base import Drafter
 from surefoot.engine.device import device_for
 from surefoot.engine.engine import Engine
+from surefoot.engine.fingerprint import find_table, fingerprint, load_table
 from surefoot.engine.loading import load
 from surefoot.engine.options import EngineOptions
 from surefoot.engine.policy import WidthPolicy
@@ -83,8 +84,6 @@ def make_policy(
 
 def cost_table(target: Target, drafter: Drafter | None, options: EngineOptions) -> CostTable | None:
     """What `surefoot profile` saved for this engine (`auto`), nothing (`none`), or a file that must fit this engine."""
-    from surefoot.profiling.fingerprint import find_table, fingerprint, load_table
-
     wanted = options.cost_table
     if wanted == "none":
         return None

@@ -26,12 +26,12 @@ import torch
 
 from surefoot.cache.paged import PagedCache
 from surefoot.engine.engine import Engine
+from surefoot.engine.fingerprint import fingerprint, table_path
 from surefoot.engine.policy import WidthPolicy
 from surefoot.engine.request import Request
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
 from surefoot.kernels.packing import FlatBatch
-from surefoot.profiling.fingerprint import fingerprint, table_path
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.planner import ForcedWidths

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import surefoot
 from surefoot.errors import ConfigurationError
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.json_files import read_object
@@ -28,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ADAPTIVE = ("stale", "causal", "stopping")
-EXAMPLES = Path(surefoot.__file__).parent / "profiling" / "examples"
+EXAMPLES = Path(__file__).parents[1] / "profiling" / "examples"
 
 
 @dataclass(frozen=True)

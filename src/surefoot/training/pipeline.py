@@ -16,7 +16,6 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
-import surefoot
 from surefoot.drafters.checkpoint import load_drafter, save_drafter
 from surefoot.drafters.dspark import DSparkModel
 from surefoot.drafters.layouts import Layout
@@ -36,6 +35,7 @@ from surefoot.training.prompts import SELF, Prompt, collect_prompts
 from surefoot.training.regenerate import bulk, bulk_sampler, generation_engine, read_existing, regenerate
 from surefoot.training.selfmade import make_up
 from surefoot.training.trainer import Ranks, Trainer
+from surefoot.version import __version__
 
 STAGES = ("prompts", "regenerate", "features", "train", "calibrate", "evaluate")
 REGENERATION_SHARE, MEASURING_SHARE = 0.4, 0.1
@@ -333,7 +333,7 @@ class Pipeline:
                     "init": run.init,
                 },
                 "versions": {
-                    "surefoot": surefoot.__version__,
+                    "surefoot": __version__,
                     "torch": torch.__version__,
                     "transformers": transformers.__version__,
                     "python": platform.python_version(),

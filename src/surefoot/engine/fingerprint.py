@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-import surefoot
 from surefoot.errors import CostTableError
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear
+from surefoot.machine import cpu_name, read_cpuinfo
 from surefoot.paths import cache_directory
-from surefoot.profiling.hardware import read_cpuinfo
 from surefoot.speculation.cost import CostTable
+from surefoot.version import __version__
 
 if TYPE_CHECKING:
     from surefoot.drafters.base import Drafter
@@ -37,7 +36,6 @@ def fingerprint(
 ) -> Fingerprint:
     """Everything that decides what a step of this engine costs, in plain JSON data."""
     device = target.device
-    info = read_cpuinfo()
     return {
         "model": Path(target.name).name if Path(target.name).exists() else target.name,
         "config": _digest(target.config.to_dict()),
@@ -45,7 +43,7 @@ def fingerprint(
         "packed": any(True for _ in packed_layers(target)),
         "quantize": next((layer.quantize for layer in packed_layers(target) if layer.quantize), None),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "cpu": info.get("model name") or info.get("Processor") or platform.processor() or platform.machine(),
+        "cpu": cpu_name(read_cpuinfo()),
         "threads": torch.get_num_threads(),
         "native_kernels": native.kernel().isa if device.type == "cpu" and native.available() else None,
         "drafter": drafter.name if drafter else "none",
@@ -56,7 +54,7 @@ def fingerprint(
         "graphs": graphs,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "surefoot": surefoot.__version__,
+        "surefoot": __version__,
     }
 
 

@@ -12,9 +12,9 @@ from surefoot.drafters import Draft, DraftContext, Drafter, DraftSampler
 from surefoot.drafters.base import check_protocol
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
+from surefoot.engine.fingerprint import fingerprint
 from surefoot.engine.loading import combine, load_drafter_for
 from surefoot.errors import CalibrationError, DrafterError
-from surefoot.profiling.fingerprint import fingerprint
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.estimator import HeadConfidence, SignalConfidence
 from surefoot.speculation.live_cost import LiveCost
@@ -80,7 +80,7 @@ def test_drafters_of_another_shape_have_another_fingerprint() -> None:
     assert digest(one) == digest(combine(target, one)) != digest(other)
     assert digest(PromptLookupDrafter(4)) is None
     # A table measured before the protocol had `identity` is still found.
-    from surefoot.profiling.fingerprint import _digest
+    from surefoot.engine.fingerprint import _digest
 
     assert digest(one) == _digest(vars(one.config))
 

@@ -48,7 +48,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from surefoot.drafters.checkpoint import save_drafter
     from surefoot.drafters.config import DSparkConfig
-    from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
+    from surefoot.drafters.dspark import DSparkDrafter
+    from surefoot.drafters.model import DSparkModel
     from tests.tiny_tokenizers import byte_level_tokenizer
 
     home = tmp_path_factory.mktemp("checkpoints")

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surefoot.drafters import checkpoint
-from surefoot.drafters.checkpoint import describe_checkpoint, fit_problems, load_drafter, save_drafter
-from surefoot.drafters.config import DSparkConfig
-from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
+from surefoot.drafters.checkpoint import describe_checkpoint, load_drafter, save_drafter
+from surefoot.drafters.config import DSparkConfig, fit_problems
+from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.model import DSparkModel
 from surefoot.errors import DrafterError
 
 FIELDS = {
@@ -356,9 +357,9 @@ def target_config(**fields) -> SimpleNamespace:
 )
 def test_misfits_name_both_sides(saved, fields, problem) -> None:
     drafter = load_drafter(saved)
-    assert fit_problems(drafter, target_config()) == []
-    assert fit_problems(drafter, target_config(**fields)) == [problem]
-    assert fit_problems(describe_checkpoint(saved), target_config(**fields)) == [problem]
+    assert fit_problems(drafter.config, target_config()) == []
+    assert fit_problems(drafter.config, target_config(**fields)) == [problem]
+    assert fit_problems(describe_checkpoint(saved).config, target_config(**fields)) == [problem]
     nested = SimpleNamespace(get_text_config=lambda: target_config(**fields))
     assert fit_problems(drafter.config, nested) == [problem]
     target = SimpleNamespace(name="other", config=target_config(**fields))
@@ -370,8 +371,8 @@ def test_misfits_name_both_sides(saved, fields, problem) -> None:
 
 
 def test_all_misfits_are_named_at_once() -> None:
-    assert len(fit_problems(make(), target_config(hidden_size=1, vocab_size=1, num_hidden_layers=1))) == 3
+    assert len(fit_problems(make().config, target_config(hidden_size=1, vocab_size=1, num_hidden_layers=1))) == 3
 
 
 def test_a_narrow_drafter_fits_by_its_targets_width() -> None:
-    assert fit_problems(make(**NARROW), target_config(hidden_size=24)) == []
+    assert fit_problems(make(**NARROW).config, target_config(hidden_size=24)) == []

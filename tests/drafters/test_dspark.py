@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from surefoot.drafters.config import DSparkConfig
-from surefoot.drafters.dspark import DSparkDrafter, DSparkModel, block_mask
+from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.model import DSparkModel
 from surefoot.errors import DrafterError
+from tests.drafters.dense import block_mask, dense_hidden
 
 VOCABULARY, WIDTH, TARGET_LAYERS = 60, 32, 6
 BASE = {
@@ -133,7 +135,7 @@ def test_training_equals_serving(drafter, worlds) -> None:
     given, positions = features(length, drafter), torch.arange(length)[None]
     windows = {config.window(i) for i in range(config.num_hidden_layers)}
     masks = {w: block_mask(config, positions, anchors, w) for w in windows}
-    hidden = model(given[None], positions, text[anchors], anchors, masks)[0]
+    hidden = dense_hidden(model, given[None], positions, text[anchors], anchors, masks)[0]
     for index, anchor in enumerate(anchors[0].tolist()):
         scene = worlds.Scene(drafter, block_size=1 + index)
         scene.extend([(1, given[:anchor])])
@@ -346,7 +348,7 @@ def test_only_the_drafters_own_parameters_train(worlds) -> None:
     model.share(worlds.lending_target(VOCABULARY, WIDTH))
     positions, anchors = torch.arange(9)[None], torch.tensor([[4, 7]])
     masks = {None: block_mask(model.config, positions, anchors)}
-    hidden = model(features(9, drafter)[None], positions, torch.tensor([[3, 4]]), anchors, masks)[0]
+    hidden = dense_hidden(model, features(9, drafter)[None], positions, torch.tensor([[3, 4]]), anchors, masks)[0]
     embedded = model.markov_head.embed(torch.randint(VOCABULARY, (2, 4)))
     logits = model.logits(hidden) + model.markov_head.bias(model.markov_head.latents(embedded, hidden))
     (logits.square().mean() + model.confidence_head(hidden.detach(), embedded).mean()).backward()

@@ -10,7 +10,8 @@ import torch
 from surefoot.drafters.base import BlockDraw, BlockwiseSampler
 from surefoot.drafters.checkpoint import load_drafter, save_drafter
 from surefoot.drafters.config import DSparkConfig
-from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
+from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.model import DSparkModel
 from surefoot.errors import DrafterError
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from surefoot.drafters.checkpoint import load_drafter, save_drafter
-from surefoot.drafters.dspark import DSparkModel, block_mask
+from surefoot.drafters.model import DSparkModel
+from tests.drafters.dense import block_mask, dense_hidden
 
 DATA = Path(__file__).parent / "data"
 CASES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
@@ -61,7 +62,7 @@ def test_training_forward_equals_the_package(case) -> None:
     anchors, context = golden["anchors"][None], torch.arange(len(golden["text"]))[None]
     config = model.config
     masks = {w: block_mask(config, context, anchors, w) for w in {config.window(i) for i in range(2)}}
-    hidden = model(golden["features"][None], context, golden["text"][anchors], anchors, masks)
+    hidden = dense_hidden(model, golden["features"][None], context, golden["text"][anchors], anchors, masks)
     for row, anchor in enumerate(anchors[0].tolist()):
         torch.testing.assert_close(hidden[0, row], golden[f"{anchor}.hidden"], **TOLERANCE)
 

@@ -13,7 +13,8 @@ import torch
 from surefoot.drafters.base import Drafter
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.config import DSparkConfig
-from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
+from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.model import DSparkModel
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.engine.assembly import make_policy
 from surefoot.engine.device import HostOutputs

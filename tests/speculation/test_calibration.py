@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surefoot.errors import CalibrationError
 from surefoot.speculation import Calibration, Outcomes, fit_temperatures, prefix_survival, quality_by_position
-from surefoot.speculation.calibration import (
+from surefoot.speculation.calibration_fit import fit_weights
+from surefoot.speculation.calibration_quality import (
     area_under_curve,
     brier_score,
     error_of_truth,
     expected_calibration_error,
-    fit_weights,
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from surefoot.drafters.dspark import DSparkModel
+from surefoot.drafters.model import DSparkModel
 from surefoot.targets.target import Target
 from surefoot.training.corpus import Corpus, Document
 from surefoot.training.features import Words, choose_words

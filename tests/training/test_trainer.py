@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from surefoot.drafters.checkpoint import load_drafter, save_drafter
-from surefoot.drafters.dspark import block_mask
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
 from surefoot.targets.optimise import optimise
@@ -32,6 +31,7 @@ from surefoot.training.network import block_hidden
 from surefoot.training.optimiser import choose_precision, learning_rate
 from surefoot.training.options import DrafterShape
 from surefoot.training.trainer import Ranks, Trainer
+from tests.drafters.dense import block_mask, dense_hidden
 from tests.engine.engines import build, stock_logits, tiny_dspark
 from tests.tiny_models import tiny_target
 from tests.training.stage import SHAPE, drafter_model, options, silent, some_text, trainer
@@ -195,7 +195,7 @@ def test_ranks_that_cannot_share_a_batch_are_refused(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
 def test_blocks_of_packed_rows_equal_dense_masks(architecture: str) -> None:
-    """`block_hidden` is `DSparkModel.forward` with `block_mask`, windows and several documents included."""
+    """`block_hidden` is `dense_hidden` with `block_mask`, windows and several documents included."""
     one = trainer(architecture, replace(SHAPE, layers=2))
     if architecture == "gemma3":
         assert "sliding_attention" in one.config.layer_types
@@ -212,7 +212,7 @@ def test_blocks_of_packed_rows_equal_dense_masks(architecture: str) -> None:
     }
     with torch.no_grad():
         found = block_hidden(one.model, batch)
-        wanted = one.model.forward(batch.features, batch.positions, batch.anchors, batch.anchor_positions, masks)
+        wanted = dense_hidden(one.model, batch.features, batch.positions, batch.anchors, batch.anchor_positions, masks)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
 
 

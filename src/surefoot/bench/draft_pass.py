@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import BlockDraw, DraftContext
 from surefoot.drafters.config import DSparkConfig
-from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
+from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.model import DSparkModel
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear, quantize_int8
 from surefoot.kernels.packing import FlatBatch

@@ -13,7 +13,8 @@ from surefoot.errors import CalibrationError, ConfigurationError
 from surefoot.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from surefoot.speculation.calibration import Calibration, PositionQuality
+    from surefoot.speculation.calibration import Calibration
+    from surefoot.speculation.calibration_quality import PositionQuality
     from surefoot.training.measure import Blocks
 
 

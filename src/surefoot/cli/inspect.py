@@ -110,7 +110,8 @@ def is_drafter(checkpoint: str) -> bool:
 
 
 def _describe_drafter(checkpoint: str, target: str | None) -> tuple[dict[str, Any], list[str]]:
-    from surefoot.drafters.checkpoint import describe_checkpoint, fit_problems
+    from surefoot.drafters.checkpoint import describe_checkpoint
+    from surefoot.drafters.config import fit_problems
 
     described = describe_checkpoint(checkpoint)
     facts = {"role": "drafter", **described.as_dict()}
@@ -125,7 +126,7 @@ def _describe_drafter(checkpoint: str, target: str | None) -> tuple[dict[str, An
     shape = SimpleNamespace(
         hidden_size=against.hidden_size, vocab_size=against.vocab_size, num_hidden_layers=against.num_layers
     )
-    problems += fit_problems(described, shape)
+    problems += fit_problems(described.config, shape)
     if not against.servable:
         problems.append(f"the target itself cannot be served: {against.reason}")
     return {**facts, "target": target, "fits": not problems, "problems": problems}, problems

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from surefoot.drafters.config import DSparkConfig
-from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
+from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.drafters.layouts import LAYOUTS, Layout, read_config, write_config
+from surefoot.drafters.model import DSparkModel
 from surefoot.errors import DrafterError
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -158,30 +159,6 @@ def describe_checkpoint(path: str | Path) -> DrafterDescription:
         bytes=sum(file.stat().st_size for file in headers.files),
         shares=tuple(name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in headers.shapes),
     )
-
-
-def fit_problems(drafter: DSparkDrafter | DrafterDescription | DSparkConfig, target_config: Any) -> list[str]:
-    """Why a drafter cannot serve a target; empty when it fits. Every entry names both sides.
-
-    Args:
-        target_config: the target's transformers configuration (of the language model, or of the whole).
-    """
-    config = drafter if isinstance(drafter, DSparkConfig) else drafter.config
-    if hasattr(target_config, "get_text_config"):
-        target_config = target_config.get_text_config()
-    problems = []
-    if config.target_width != target_config.hidden_size:
-        problems.append(f"drafter reads hidden size {config.target_width}, target has {target_config.hidden_size}")
-    if config.vocab_size != target_config.vocab_size:
-        problems.append(f"drafter's vocabulary has {config.vocab_size} words, target's {target_config.vocab_size}")
-    depth = target_config.num_hidden_layers
-    if config.target_layer_ids[-1] >= depth:
-        problems.append(
-            f"drafter reads target layers {list(config.target_layer_ids)}, target has layers 0 to {depth - 1}"
-        )
-    elif config.num_target_layers not in (None, depth):
-        problems.append(f"drafter was trained for {config.num_target_layers} target layers, target has {depth}")
-    return problems
 
 
 class _Headers:

@@ -189,3 +189,26 @@ class DSparkConfig(BaseModel):
         """Rotary parameters of one layer type."""
         nested = self.rope_parameters.get(layer_type)
         return nested if isinstance(nested, dict) else self.rope_parameters
+
+
+def fit_problems(config: DSparkConfig, target_config: Any) -> list[str]:
+    """Why a drafter cannot serve a target; empty when it fits. Every entry names both sides.
+
+    Args:
+        target_config: the target's transformers configuration (of the language model, or of the whole).
+    """
+    if hasattr(target_config, "get_text_config"):
+        target_config = target_config.get_text_config()
+    problems = []
+    if config.target_width != target_config.hidden_size:
+        problems.append(f"drafter reads hidden size {config.target_width}, target has {target_config.hidden_size}")
+    if config.vocab_size != target_config.vocab_size:
+        problems.append(f"drafter's vocabulary has {config.vocab_size} tokens, target's {target_config.vocab_size}")
+    depth = target_config.num_hidden_layers
+    if config.target_layer_ids[-1] >= depth:
+        problems.append(
+            f"drafter reads target layers {list(config.target_layer_ids)}, target has layers 0 to {depth - 1}"
+        )
+    elif config.num_target_layers not in (None, depth):
+        problems.append(f"drafter was trained for {config.num_target_layers} target layers, target has {depth}")
+    return problems

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from surefoot.drafters.config import fit_problems
 from surefoot.errors import DrafterError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def shipped_drafters(directory: Path | None = None) -> list[ShippedDrafter]:
 
 def shipped_for(target: Target, directory: Path | None = None) -> ShippedDrafter | None:
     """The drafter that was trained for this very target; None if none was, or if it cannot be used."""
-    from surefoot.drafters.checkpoint import describe_checkpoint, fit_problems
+    from surefoot.drafters.checkpoint import describe_checkpoint
 
     candidates = shipped_drafters(directory)
     identity = target_identity(target) if candidates else ""
@@ -85,7 +86,7 @@ def shipped_for(target: Target, directory: Path | None = None) -> ShippedDrafter
         if identity not in drafter.identities:
             continue
         try:
-            problems = fit_problems(describe_checkpoint(drafter.path), target.config)
+            problems = fit_problems(describe_checkpoint(drafter.path).config, target.config)
         except DrafterError as problem:
             problems = [str(problem)]
         if not problems:
@@ -100,10 +101,10 @@ def ship(drafter: str | Path, target: Target, directory: Path | None = None) -> 
     Raises:
         DrafterError: it does not fit the target, lacks a file, or is too large for the package.
     """
-    from surefoot.drafters.checkpoint import describe_checkpoint, fit_problems
+    from surefoot.drafters.checkpoint import describe_checkpoint
 
     source, home = Path(drafter), (directory or DIRECTORY) / Path(target.name).name
-    if problems := fit_problems(describe_checkpoint(source), target.config):
+    if problems := fit_problems(describe_checkpoint(source).config, target.config):
         raise DrafterError(f"{source} does not fit {target.name}: {'; '.join(problems)}: ship it for its own target")
     files = [source / name for name in FILES if (source / name).is_file()]
     size = sum(file.stat().st_size for file in files)

@@ -12,7 +12,9 @@ Tensors and dataclasses in, decisions out; no model, and no I/O but its JSON fil
 
 from surefoot.speculation.allocation import allocate
 from surefoot.speculation.breaker import Breaker, BreakerState
-from surefoot.speculation.calibration import Calibration, Outcomes, Provenance, fit_temperatures, quality_by_position
+from surefoot.speculation.calibration import Calibration, Provenance
+from surefoot.speculation.calibration_fit import fit_temperatures
+from surefoot.speculation.calibration_quality import Outcomes, quality_by_position
 from surefoot.speculation.continuation import ContinuationModel
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.drift import Correction, DriftTracker, Rescale

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.drafters.config import DSparkConfig
-from surefoot.drafters.dspark import DSparkModel, head_rows
+from surefoot.drafters.model import DSparkModel, head_rows
 from surefoot.targets.target import Target
 from surefoot.training.features import Words
 from surefoot.training.options import DrafterShape

@@ -18,15 +18,9 @@ from surefoot.engine.options import EngineOptions
 from surefoot.engine.trace import StepReport
 from surefoot.errors import CalibrationError, ConfigurationError
 from surefoot.sampling import SamplingParams
-from surefoot.speculation.calibration import (
-    Calibration,
-    Outcomes,
-    PositionQuality,
-    Provenance,
-    fit_temperatures,
-    fit_weights,
-    quality_by_position,
-)
+from surefoot.speculation.calibration import Calibration, Provenance
+from surefoot.speculation.calibration_fit import fit_temperatures, fit_weights
+from surefoot.speculation.calibration_quality import Outcomes, PositionQuality, quality_by_position
 from surefoot.targets.target import Target
 from surefoot.training.files import file_digest
 from surefoot.training.forced import Text, choose_sharpness, follow

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from surefoot.drafters.dspark import DSparkModel
+from surefoot.drafters.model import DSparkModel
 from surefoot.training.batches import Batch
 from surefoot.training.loss import CONFIDENCE, confidence_loss, vocabulary_loss
 
@@ -15,7 +15,7 @@ from surefoot.training.loss import CONFIDENCE, confidence_loss, vocabulary_loss
 def block_hidden(model: DSparkModel, batch: Batch) -> Tensor:
     """Hidden states of all blocks of a batch, [N, A, block_size, d].
 
-    The same numbers as `DSparkModel.forward` with `block_mask`, in two smaller products per layer: every slot against
+    The same numbers as a dense pass with a mask over the whole row, in two smaller products per layer: every slot against
     the context of its row, and every block against itself. Dense masks would let blocks look at each other in vain.
     """
     config = model.config

@@ -17,8 +17,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from surefoot.drafters.checkpoint import load_drafter, save_drafter
-from surefoot.drafters.dspark import DSparkModel
 from surefoot.drafters.layouts import Layout
+from surefoot.drafters.model import DSparkModel
 from surefoot.drafters.shipped import target_identity
 from surefoot.errors import ConfigurationError
 from surefoot.speculation.json_files import read_object, write_object

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from surefoot.speculation.calibration import PositionQuality
+from surefoot.speculation.calibration_quality import PositionQuality
 from surefoot.training.files import write_whole
 from surefoot.training.measure import Blocks
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from surefoot.drafters.dspark import DSparkDrafter, DSparkModel
+from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.model import DSparkModel
 from surefoot.errors import ConfigurationError
 from surefoot.targets.target import Target
 from surefoot.training.batches import Anchors, Batch, Step, collate, pick_anchors, plan, step_anchors

@@ -350,7 +350,7 @@ def target_config(**fields) -> SimpleNamespace:
     ("fields", "problem"),
     [
         ({"hidden_size": 32}, "drafter reads hidden size 16, target has 32"),
-        ({"vocab_size": 64}, "drafter's vocabulary has 50 words, target's 64"),
+        ({"vocab_size": 64}, "drafter's vocabulary has 50 tokens, target's 64"),
         ({"num_hidden_layers": 2}, "drafter reads target layers [0, 2], target has layers 0 to 1"),
         ({"num_hidden_layers": 6}, "drafter was trained for 4 target layers, target has 6"),
     ],

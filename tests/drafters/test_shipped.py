@@ -114,7 +114,7 @@ def test_identities_of_other_forms_are_kept(package: Path, trained: Path) -> Non
 
 
 def test_what_does_not_fit_is_refused_when_it_is_shipped(package: Path, trained: Path, monkeypatch: Any) -> None:
-    with pytest.raises(DrafterError, match=r"does not fit tiny-llama: .*vocabulary has 64 words, target's 32"):
+    with pytest.raises(DrafterError, match=r"does not fit tiny-llama: .*vocabulary has 64 tokens, target's 32"):
         ship(trained, tiny_target("llama", vocab_size=32))
     monkeypatch.setattr(shipped, "LARGEST", 1000)
     with pytest.raises(DrafterError, match="MiB"):

@@ -56,12 +56,10 @@ ARROWS_TO_GO: dict[tuple[str, str], str] = {
     ("surefoot.profiling.profile", "surefoot.drafters.combined"): "drafters",
 }
 CIRCLES_TO_GO: dict[frozenset[str], str] = {
-    frozenset({"surefoot.engine.layout", "surefoot.engine.step"}): "step",
     frozenset({"surefoot.drafters.checkpoint", "surefoot.drafters.dspark"}): "drafters",
 }
 LENGTHS_TO_GO: dict[str, str] = {
     "surefoot.drafters.dspark": "drafters",
-    "surefoot.engine.step": "step",
     "surefoot.speculation.calibration": "drafters",
     "surefoot.speculation.planner": "policy",
 }

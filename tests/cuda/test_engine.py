@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from surefoot.engine.device import CudaDevice, Pending, Step
 from surefoot.engine.graphs import CudaGraphRunner, EagerRunner
 from surefoot.engine.loading import combine
-from surefoot.engine.step import StepInputs
+from surefoot.engine.messages import StepInputs
 from surefoot.engine.trace import StepReport
 from surefoot.kernels import triton_support
 from surefoot.kernels.row_linear import RowLinear

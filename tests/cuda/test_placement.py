@@ -3,7 +3,6 @@ devices fails, and so does any read of a device value and any copy between host 
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import surefoot.engine.messages
 import surefoot.engine.state
 import surefoot.engine.step
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.device import HostOutputs, Ready
 from surefoot.engine.graphs import CudaGraphRunner
-from surefoot.engine.step import StepOutputs
 from surefoot.kernels import attention
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.estimator import LogisticEstimator
@@ -67,8 +66,8 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
         assert all(t.device == query.device for t in (key_cache, value_cache, *rest))
         return query.new_empty(*query.shape[:2], value_cache.shape[2])
 
-    monkeypatch.setattr(surefoot.engine.state, "to_device", to_device)
-    monkeypatch.setattr(surefoot.engine.step, "to_device", to_device)
+    for module in (surefoot.engine.state, surefoot.engine.messages, surefoot.engine.step):
+        monkeypatch.setattr(module, "to_device", to_device)
     monkeypatch.setattr(attention, "paged_attention_reference", attend)
 
     def confidence_source(drafter: Any, device: Any, calibration: Any = None) -> Any:
@@ -98,14 +97,12 @@ class FakeDevice:
     def submit(self, step: Any, inputs: Any) -> Ready:
         with self.mode, NoTransfers():
             outputs = step(inputs)
-        host = {}
-        for field in fields(outputs):
-            value = getattr(outputs, field.name)
-            if isinstance(value, torch.Tensor):
-                assert value.device == ELSEWHERE, f"{field.name} is on {value.device}"
-                value = torch.zeros(value.shape, dtype=value.dtype)
-            host[field.name] = value
-        return Ready(HostOutputs(StepOutputs(**host), 1.0))
+
+        def zeros(value: torch.Tensor) -> torch.Tensor:
+            assert value.device == ELSEWHERE, f"an output of shape {list(value.shape)} is on {value.device}"
+            return torch.zeros(value.shape, dtype=value.dtype)
+
+        return Ready(HostOutputs(outputs.map_tensors(zeros), 1.0))
 
 
 def move(module: Any) -> None:

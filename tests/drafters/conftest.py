@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Draft, DraftContext
-from surefoot.kernels.packing import FlatBatch
 
 DEEPSPEC = Path(__file__).parents[3] / "shared" / "reference" / "deepspec"
 
@@ -62,20 +62,8 @@ class Scene:
         )
         features = torch.cat([f for _, f in rows])
         features = torch.cat([features, torch.full((padding, features.shape[1]), 1e3)])
-        group = self.cache.drafter_group
-        slots = self.cache.cache_slots(group, slot, position)
-        slots[len(slots) - padding :] = 0
-        counts = torch.tensor([0] + [len(f) for _, f in rows])
-        batch = FlatBatch(
-            token_ids=torch.zeros_like(position),
-            positions=position,
-            row_slot=slot,
-            kv_lens=position + 1,
-            cache_slots=(slots,) * len(self.cache.groups),
-            block_tables=self.cache.block_tables,
-            qo_indptr=counts.cumsum(0),
-            logit_rows=torch.zeros(0, dtype=torch.int64),
-        )
+        real = torch.arange(len(slot)) < len(slot) - padding
+        batch = FlatBatch.of_rows(self.cache, torch.zeros_like(position), position, slot, position[:0], real)
         self.drafter.extend(features, batch, self.cache)
         for s, f in rows:
             self.lengths[s] += len(f)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import LayerSpec, PagedCache
 from surefoot.kernels.attention import paged_attention
-from surefoot.kernels.packing import FlatBatch
 from surefoot.targets.target import TargetOutput
 
 HEADS, HEAD_DIM = 2, 8

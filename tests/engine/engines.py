@@ -19,9 +19,9 @@ from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.engine.assembly import make_policy
 from surefoot.engine.device import HostOutputs
 from surefoot.engine.engine import Engine
+from surefoot.engine.messages import StepInputs
 from surefoot.engine.options import EngineOptions
 from surefoot.engine.request import Request
-from surefoot.engine.step import StepInputs
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.sources import SourceChoice

@@ -77,37 +77,6 @@ def test_a_seed_gives_one_text_alone_and_in_a_batch(drafter: str, loop_name: str
     assert batch[-1].output.token_ids == one
 
 
-@pytest.mark.parametrize("loop_name", LOOPS)
-@pytest.mark.parametrize("table", [None, TABLE])
-def test_static_and_compact_mode_agree(loop_name: str, table: Any) -> None:
-    texts = []
-    for uniform in (True, False):
-        engine = build(CheapTarget(), "prompt-lookup", uniform_widths=uniform, table=table, **loop(loop_name))
-        texts.append([r.output.token_ids for r in engine.run(PROMPTS, GREEDY)])
-        assert engine.statistics.blocks.accepted > 0
-    assert texts[0] == texts[1] == [alone(prompt) for prompt in PROMPTS]
-
-
-def test_a_static_step_gives_everybody_the_same_width() -> None:
-    widths: list[list[int]] = []
-    engine = build(CheapTarget(), "prompt-lookup", uniform_widths=True, table=TABLE)
-    honest = engine.policy.observe
-
-    def observe(plan: Any, inputs: Any, outputs: Any, *rest: Any) -> None:
-        full = [
-            w
-            for w, limit, n in zip(outputs.widths, inputs.limits, outputs.proposed or [], strict=True)
-            if min(limit, n) == 4
-        ]
-        widths.append(full)
-        honest(plan, inputs, outputs, *rest)
-
-    engine.policy.observe = observe  # type: ignore[method-assign]
-    engine.run([[5, 6] * 6, [1, 2, 3] * 4, [7] * 9], SamplingParams(temperature=0, max_tokens=20))
-    assert any(len(step) > 1 for step in widths)
-    assert all(len(set(step)) <= 1 for step in widths)
-
-
 # -- limits per request ----------------------------------------------------------------------------------------------------
 
 
@@ -390,10 +359,9 @@ def shifted(t: torch.Tensor, by: int = 1) -> torch.Tensor:
 FAULTS: dict[str, Callable[..., tuple[Any, Any, Any, Any]]] = {
     "wrong stride": lambda i, b, w, a: (i, b, w, torch.arange(len(a)) * 5),
     "stale widths": lambda i, b, w, a: (i, b, shifted(w), a),
-    "width beyond the limit": lambda i, b, w, a: (replace(i, limits=[0] * len(i.limits)), b, w, a),
-    "shifted indptr": lambda i, b, w, a: (
-        i,
-        replace(b, qo_indptr=torch.cat([b.qo_indptr[:1], b.qo_indptr[1:] - 1])),
+    "width beyond the limit": lambda i, b, w, a: (
+        replace(i, plan=replace(i.plan, limits=[0] * len(i.plan.limits))),
+        b,
         w,
         a,
     ),
@@ -408,7 +376,6 @@ FAULTS: dict[str, Callable[..., tuple[Any, Any, Any, Any]]] = {
         i,
         replace(
             b,
-            qo_indptr=b.qo_indptr,
             kv_lens=torch.cat([b.kv_lens, b.kv_lens[:1]]),
             token_ids=torch.cat([b.token_ids, b.token_ids[:1]]),
         ),
@@ -420,7 +387,7 @@ FAULTS: dict[str, Callable[..., tuple[Any, Any, Any, Any]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_layout_fault_names_the_request(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surefoot.engine import layout
+    from surefoot.engine import step
 
     broken = 0
 
@@ -432,7 +399,7 @@ def test_a_layout_fault_names_the_request(fault: str, monkeypatch: pytest.Monkey
             inputs, batch, widths, anchor_row = FAULTS[fault](inputs, batch, widths, anchor_row)
             honest_check(inputs, state, cache, batch, widths, anchor_row)
 
-    monkeypatch.setattr(layout, "check_layout", check)
+    monkeypatch.setattr(step, "check_layout", check)
     engine = build(CheapTarget(), "prompt-lookup", width="0,3,1,4", check_layout=True)
     expected = "padding row" if fault == "padding that sees" else r"request \d+ in slot \d+"
     with pytest.raises(LayoutError, match=expected):

@@ -116,7 +116,6 @@ class EngineMachine(RuleBasedStateMachine):
             block_size=block_size,
             num_blocks=-(-longest // block_size) + 1 if crowded else None,
             prefix_reuse=pick([True, False]),
-            uniform_widths=pick([False, False, True]),
             max_num_batched_tokens=slots * (gamma + 1) + pick([1, 64]),
             check_layout=True,
         )

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
 from surefoot.engine.graphs import CAPTURE_SIZES, CompiledRunner, CudaGraphRunner, EagerRunner, runner_for
 from surefoot.errors import ConfigurationError
-from surefoot.kernels.packing import FlatBatch
 from surefoot.sampling import SamplingParams
 from surefoot.targets.target import TargetOutput
 from tests.engine.cheap_target import CheapTarget
@@ -33,7 +33,7 @@ class PoisonedPadding(EagerRunner):
     padded = 0
 
     def run(self, batch: FlatBatch, cache: PagedCache, feature_layers: tuple[int, ...]) -> TargetOutput:
-        real = int(batch.qo_indptr[-1])
+        real = int((batch.kv_lens > 0).sum())
         self.padded += batch.num_rows - real
         assert not batch.kv_lens[real:].any()
         assert all(bool((slots[real:] < cache.block_size).all()) for slots in batch.cache_slots)

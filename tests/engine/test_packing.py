@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from surefoot.engine import step
 from surefoot.engine.graphs import EagerRunner
+from surefoot.engine.packing import pack, pack_with_torch
 from surefoot.kernels import native
 from surefoot.sampling import SamplingParams
 from tests.engine.cheap_target import CheapTarget
@@ -18,7 +20,9 @@ from tests.engine.engines import build
 @pytest.mark.skipif(not native.available(), reason="no native kernels here")
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("buckets", [(), (4, 16, 64)])
-def test_both_ways_pack_the_same_batch(block_size: int, buckets: tuple[int, ...]) -> None:
+def test_both_ways_pack_the_same_batch(
+    block_size: int, buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target: Any = CheapTarget()  # has a sliding and a full group
     engine = build(
         target,
@@ -29,12 +33,13 @@ def test_both_ways_pack_the_same_batch(block_size: int, buckets: tuple[int, ...]
         max_num_batched_tokens=32,  # prompts are read in chunks, beside decodes
         runner=EagerRunner(target, buckets),
     )
-    step, packed = engine.decode_step, 0
-    fast = step._pack_rows
+    packed = 0
 
-    def both(*given: Any) -> Any:
+    def both(inputs: Any, requests: Any, widths: Any, history: Any, cache: Any, bucket: Any, **how: Any) -> Any:
         nonlocal packed
-        (batch, anchors), (reference, wanted) = fast(*given), step._pack_arrays(*given)
+        given = (inputs, requests, widths, history, cache, bucket)
+        batch, anchors = pack(*given, **how)
+        reference, wanted = pack_with_torch(*given, drafts=int(widths.sum()))
         assert torch.equal(anchors, wanted)
         for field in fields(batch):
             one, other = getattr(batch, field.name), getattr(reference, field.name)
@@ -43,7 +48,7 @@ def test_both_ways_pack_the_same_batch(block_size: int, buckets: tuple[int, ...]
         packed += 1
         return batch, anchors
 
-    step._pack_rows = both  # type: ignore[method-assign]
+    monkeypatch.setattr(step, "pack", both)
     prompts = [[3, 1, 4, 1, 5] * (1 + 3 * (i % 3)) + [i] for i in range(7)]
     engine.run(prompts, SamplingParams(temperature=0, max_tokens=12))
     assert packed > 12
@@ -60,4 +65,4 @@ def test_a_row_outside_the_tables_is_refused_before_anything_is_read() -> None:
         (one, none, 4, 0),
     ):
         with pytest.raises(RuntimeError, match=r"outside|do not fit"):
-            torch.ops.surefoot.pack_rows(slots, lengths, none, none, history, [table], blocks, rows)
+            torch.ops.surefoot.pack_rows(slots, lengths, none, none, history, [table], [1], blocks, rows)

@@ -26,8 +26,8 @@ from transformers import (
     SmolLM3Config,
 )
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
-from surefoot.kernels.packing import FlatBatch
 from surefoot.targets.target import Target
 
 _SIZES = {
@@ -122,18 +122,6 @@ class FlatRunner:
         positions = [start + i for _, start, tokens in pieces for i in range(len(tokens))]
         row_slot, position = torch.tensor(slots + [0] * padding), torch.tensor(positions + [0] * padding)
         live = torch.arange(len(ids) + padding) < len(ids)
-        cache_slots = tuple(
-            torch.where(live, self.cache.cache_slots(group, row_slot, position), 0)
-            for group in range(len(self.cache.block_tables))
-        )
-        lengths = torch.tensor([0, *(len(tokens) for _, _, tokens in pieces)])
-        return FlatBatch(
-            token_ids=torch.tensor(ids + [0] * padding),
-            positions=position,
-            row_slot=row_slot,
-            kv_lens=torch.where(live, position + 1, 0),
-            cache_slots=cache_slots,
-            block_tables=self.cache.block_tables,
-            qo_indptr=lengths.cumsum(0),
-            logit_rows=torch.arange(len(ids)) if rows is None else rows,
-        )
+        tokens = torch.tensor(ids + [0] * padding)
+        rows = torch.arange(len(ids)) if rows is None else rows
+        return FlatBatch.of_rows(self.cache, tokens, position, row_slot, rows, live)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.errors import ConfigurationError
-from surefoot.kernels.packing import FlatBatch
 from surefoot.targets.target import Target
 
 from .flat import CONFIGS, FlatRunner, random_model, twins

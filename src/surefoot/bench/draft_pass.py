@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import BlockDraw, DraftContext
 from surefoot.drafters.config import DSparkConfig
@@ -28,7 +29,6 @@ from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.drafters.model import DSparkModel
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear, quantize_int8
-from surefoot.kernels.packing import FlatBatch
 from surefoot.kernels.sampling import argmax_rows, sample_rows, softmax_rows
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -161,16 +161,7 @@ class Scene:
         each = ACCEPTED + 1
         row_slot = slots.repeat_interleave(each)
         positions = CONTEXT - each + torch.arange(each).repeat(requests)
-        self.batch = FlatBatch(
-            token_ids=positions,
-            positions=positions,
-            row_slot=row_slot,
-            kv_lens=positions + 1,
-            cache_slots=(self.cache.cache_slots(0, row_slot, positions),),
-            block_tables=self.cache.block_tables,
-            qo_indptr=torch.arange(requests + 1) * each,
-            logit_rows=torch.zeros(0, dtype=torch.int64),
-        )
+        self.batch = FlatBatch.of_rows(self.cache, positions, positions, row_slot, positions[:0])
         self.features = torch.randn(len(positions), drafter.config.feature_size).bfloat16()
         self.warm = BlockDraw(torch.ones(requests), torch.rand(requests, drafter.gamma, dtype=torch.float64))
         self.anchor = history[slots, lengths]

@@ -15,8 +15,8 @@ from surefoot.speculation.calibration import Calibration
 from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
 
 if TYPE_CHECKING:
+    from surefoot.cache.flat_batch import FlatBatch
     from surefoot.cache.paged import LayerSpec, PagedCache
-    from surefoot.kernels.packing import FlatBatch
     from surefoot.speculation.live_cost import LiveCost
     from surefoot.targets.target import Target
 

@@ -16,8 +16,8 @@ from surefoot.speculation.estimator import ConfidenceSource
 from surefoot.speculation.sources import CombinedConfidence, SourceChoice
 
 if TYPE_CHECKING:
+    from surefoot.cache.flat_batch import FlatBatch
     from surefoot.cache.paged import PagedCache
-    from surefoot.kernels.packing import FlatBatch
     from surefoot.speculation.live_cost import LiveCost
     from surefoot.targets.target import Target
 

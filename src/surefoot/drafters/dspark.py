@@ -28,7 +28,7 @@ from surefoot.speculation.calibration import Calibration
 from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator
 
 if TYPE_CHECKING:
-    from surefoot.kernels.packing import FlatBatch
+    from surefoot.cache.flat_batch import FlatBatch
     from surefoot.targets.target import Target
 
 CERTAIN = 1e-6

@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
 
-from surefoot.engine.step import StepInputs, StepOutputs
+from surefoot.engine.messages import StepInputs, StepOutputs
 
 Step = Callable[[StepInputs], StepOutputs]
 
@@ -31,23 +30,25 @@ class HostOutputs:
         def listed(value: torch.Tensor | None) -> Any:
             return None if value is None else value.tolist()
 
-        self.accepted: list[int] = listed(outputs.accepted)
-        self.next_token: list[int] = listed(outputs.next_token)
-        self.drafts: list[list[int]] = listed(outputs.drafts)
+        draft, logprobs = outputs.draft, outputs.logprobs
+        self.accepted: list[int] = listed(outputs.verdict.accepted)
+        self.next_token: list[int] = listed(outputs.verdict.next_token)
+        self.invalid: list[bool] | None = listed(outputs.invalid)
+        self.drafts: list[list[int]] = listed(draft.tokens)
         self.widths: list[int] = listed(outputs.widths)
-        self.proposed: list[int] | None = listed(outputs.proposed)
-        source: list[int] | None = listed(outputs.source)
+        self.proposed: list[int] | None = listed(draft.lengths)
+        source: list[int] | None = listed(draft.source)
         self.sources: list[str | None] | None = (  # [D] who proposed each block, of a drafter with several sources
             None if source is None else [outputs.sources[index] if index >= 0 else None for index in source]
         )
-        self.model_rows = outputs.model_rows
+        self.model_rows = draft.model_rows
         # The planner and the estimator read these as arrays.
         self.confidence = outputs.confidence
-        self.confidence_logits = outputs.confidence_logits
-        self.signal = outputs.signal
-        self.logprobs: list[float] | None = listed(outputs.logprobs)
-        self.top_logprobs: list[list[float]] | None = listed(outputs.top_logprobs)
-        self.top_tokens: list[list[int]] | None = listed(outputs.top_tokens)
+        self.confidence_logits = draft.confidence_logits
+        self.signal = draft.signal
+        self.logprobs: list[float] | None = None if logprobs is None else logprobs.chosen.tolist()
+        self.top_logprobs: list[list[float]] | None = None if logprobs is None else logprobs.top.tolist()
+        self.top_tokens: list[list[int]] | None = None if logprobs is None else logprobs.top_tokens.tolist()
 
 
 class Pending(Protocol):
@@ -117,17 +118,14 @@ class CudaDevice:
             start.record()
             outputs = step(inputs)
             done.record()
-            pinned: dict[str, Any] = {}
-            for field in fields(outputs):
-                value = getattr(outputs, field.name)
-                if isinstance(value, torch.Tensor):
-                    pinned[field.name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-                    pinned[field.name].copy_(value, non_blocking=True)
-                else:
-                    pinned[field.name] = value
+            pinned = outputs.map_tensors(_pinned_copy)
             arrived = torch.cuda.Event()
             arrived.record()
-        return _CudaPending(StepOutputs(**pinned), start, done, arrived)
+        return _CudaPending(pinned, start, done, arrived)
+
+
+def _pinned_copy(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 def device_for(device: torch.device) -> Device:

@@ -16,13 +16,14 @@ from surefoot.engine.clock import laps_for
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
 from surefoot.engine.graphs import TargetRunner, runner_for
+from surefoot.engine.messages import StepInputs, WidthPlan
 from surefoot.engine.options import EngineOptions
 from surefoot.engine.output import OutputEvent, OutputProcessor, TokenLogprobs
 from surefoot.engine.policy import Plan, WidthPolicy
 from surefoot.engine.request import Request, Status
 from surefoot.engine.scheduler import Schedule, Scheduled, Scheduler
 from surefoot.engine.state import DeviceState
-from surefoot.engine.step import DecodeStep, StepInputs
+from surefoot.engine.step import DecodeStep
 from surefoot.engine.trace import StepObserver, StepReport
 from surefoot.errors import ConfigurationError, RequestError
 from surefoot.sampling import SamplingParams
@@ -105,7 +106,6 @@ class Engine:
             self.state,
             policy.confidence,
             self.gamma,
-            uniform_widths=options.uniform_widths,
             check_layout=options.check_layout,
             reads_are_free=self.device.reads_are_free,
         )
@@ -264,13 +264,9 @@ class Engine:
             num_emitting=len(emitting),
             context_rows=[part.context_rows for part in parts],
             steps=[part.request.num_launched for part in emitting],
-            limits=plan.limits,
-            min_width=self.policy.min_width,
-            budget=plan.budget,
-            decide=plan.decide,
-            forced=plan.forced,
-            explored=plan.explored,
-            depth=plan.depth,
+            plan=WidthPlan(
+                plan.limits, plan.budget, self.policy.min_width, plan.forced, plan.explored, plan.depth, plan.decide
+            ),
             flags=SamplingFlags.union((part.request.flags for part in emitting), self.device.reads_are_free),
             updates=schedule.updates,
             max_length=max(part.request.num_cached + part.request.in_flight for part in parts),

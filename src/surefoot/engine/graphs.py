@@ -19,10 +19,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
 from surefoot.errors import ConfigurationError
 from surefoot.kernels.attention import capturable
-from surefoot.kernels.packing import FlatBatch
 from surefoot.targets.target import Target, TargetOutput
 
 log = logging.getLogger(__name__)
@@ -172,47 +172,25 @@ class CudaCapture:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What a captured pass reads, at fixed addresses: [N] each, for the largest bucket."""
+    """What a captured pass reads, at fixed addresses, for N rows: as many as the largest bucket has."""
 
-    token_ids: Tensor
-    positions: Tensor
-    row_slot: Tensor
-    kv_lens: Tensor
-    cache_slots: tuple[Tensor, ...]
-    logit_rows: Tensor
+    table: Tensor  # [4 + groups, N] int64, the columns of a batch
+    logit_rows: Tensor  # [N] int64
 
     @classmethod
     def zeros(cls, rows: int, groups: int, device: torch.device) -> _Buffers:
-        def make() -> Tensor:
-            return torch.zeros(rows, dtype=torch.int64, device=device)
-
-        return cls(make(), make(), make(), make(), tuple(make() for _ in range(groups)), make())
+        table = torch.zeros(5 + groups, rows, dtype=torch.int64, device=device)
+        return cls(table[:-1], table[-1])
 
     def view(self, rows: int, cache: PagedCache) -> FlatBatch:
         """The first `rows` as a batch. Block tables are the cache's own: they are only ever written in place."""
-        return FlatBatch(
-            token_ids=self.token_ids[:rows],
-            positions=self.positions[:rows],
-            row_slot=self.row_slot[:rows],
-            kv_lens=self.kv_lens[:rows],
-            cache_slots=tuple(slots[:rows] for slots in self.cache_slots),
-            block_tables=cache.block_tables,
-            qo_indptr=self.row_slot[:0],  # rows know their own request; the target never asks for the borders
-            logit_rows=self.logit_rows[:rows],
-        )
+        return FlatBatch.of_table(cache, self.table[:, :rows], self.logit_rows[:rows])
 
     def fill(self, batch: FlatBatch) -> None:
         """Take a batch of exactly a bucket's rows: all of them are overwritten, padding included."""
-        rows = batch.num_rows
-        for static, new in (
-            (self.token_ids, batch.token_ids),
-            (self.positions, batch.positions),
-            (self.row_slot, batch.row_slot),
-            (self.kv_lens, batch.kv_lens),
-            *zip(self.cache_slots, batch.cache_slots, strict=True),
-        ):
+        rows, logits = batch.num_rows, batch.logit_rows.shape[0]
+        for static, new in zip(self.table.unbind(), batch.columns, strict=True):
             static[:rows].copy_(new)
-        logits = batch.logit_rows.shape[0]
         self.logit_rows[:logits].copy_(batch.logit_rows)
         self.logit_rows[logits:rows].zero_()
 

@@ -63,7 +63,6 @@ class EngineOptions:
         prefix_reuse: share cached blocks between requests with the same beginning.
         graphs: `auto` (CUDA graphs on CUDA, eager on a CPU), `eager`, or on a CPU `compiled`.
         overlap: prepare a step while the one before it runs; None does so where the device allows it.
-        uniform_widths: give every request of a step the same width.
         check_layout: verify the layout of every step's flat batch; slow, for tests.
     """
 
@@ -92,7 +91,6 @@ class EngineOptions:
     prefix_reuse: bool = True
     graphs: GraphMode = "auto"
     overlap: bool | None = None
-    uniform_widths: bool = False
     check_layout: bool = False
 
     def __post_init__(self) -> None:
@@ -167,7 +165,7 @@ class EngineOptions:
         self._integer("threads", 1, os.cpu_count() or 1, "leave it out for all physical cores", optional=True)
         self._integer("seed", -(2**63), 2**64 - 1, "leave it out for a fresh one", optional=True)
         choice("graphs", self.graphs, get_args(GraphMode), ConfigurationError, remedy="auto is the default")
-        for name in ("prefix_reuse", "uniform_widths", "check_layout"):
+        for name in ("prefix_reuse", "check_layout"):
             self._put(name, flag(name, getattr(self, name), ConfigurationError))
         if self.overlap is not None:
             self._put("overlap", flag("overlap", self.overlap, ConfigurationError))
@@ -297,5 +295,4 @@ class EngineArguments(TypedDict, total=False):
     prefix_reuse: bool
     graphs: GraphMode
     overlap: bool | None
-    uniform_widths: bool
     check_layout: bool

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from surefoot.engine.device import HostOutputs
+from surefoot.engine.messages import StepInputs
 from surefoot.engine.request import Request
 from surefoot.engine.scheduler import Scheduled
-from surefoot.engine.step import StepInputs
 from surefoot.errors import ConfigurationError
 from surefoot.kernels.planning import admit
 from surefoot.speculation.breaker import Breaker, BreakerState

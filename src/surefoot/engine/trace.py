@@ -13,8 +13,8 @@ from surefoot.speculation.survival import prefix_survival
 
 if TYPE_CHECKING:
     from surefoot.engine.device import HostOutputs
+    from surefoot.engine.messages import StepInputs
     from surefoot.engine.policy import Plan
-    from surefoot.engine.step import StepInputs
 
 
 @dataclass(frozen=True)

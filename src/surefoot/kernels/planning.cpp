@@ -1,6 +1,6 @@
 // What the host works out before and between the passes, in one call each: prompt lookup (`PromptLookupDrafter`), the stopping
 // rule of the planner (`admit` of speculation/planner.py, decision for decision) and the rows of the target pass
-// (`DecodeStep._pack_arrays`, bit for bit).
+// (`pack` of engine/packing.py, bit for bit).
 //
 // Nothing of these is in the caches when a step on a CPU comes to them. What costs there is the number of operators, and
 // in torch and numpy they take some sixty, sixty and thirty.
@@ -144,12 +144,12 @@ std::tuple<Tensor, Tensor> look_up(const Tensor& history, const Tensor& slots_, 
 }
 
 // The flat axis of a step. slots, lengths and context [R] int64 of its requests, widths [E] int64 of the first E, which
-// emit; history [S, L] int64; block tables [S, blocks] int32 -> per row (token, position, state slot, visible positions,
-// cache slot by table) [4 + tables, rows] int64, padded with zeros; qo_indptr [R + 1]; logit rows [sum(widths + 1)];
-// [E] which of these is the anchor's.
-std::tuple<Tensor, Tensor, Tensor, Tensor> pack_rows(
+// emit; history [S, L] int64; block tables [S, blocks] int32, with the positions that share an entry -> per row (token, position, state slot, visible positions,
+// cache slot by table) [4 + tables, rows] int64, padded with zeros; logit rows [sum(widths + 1)]; [E] which of these is the
+// anchor's.
+std::tuple<Tensor, Tensor, Tensor> pack_rows(
     const Tensor& slots_, const Tensor& lengths_, const Tensor& context_, const Tensor& widths_, const Tensor& history,
-    at::TensorList tables, int64_t block_size, int64_t padded) {
+    at::TensorList tables, at::IntArrayRef strides, int64_t block_size, int64_t padded) {
   const int64_t count = slots_.numel(), emitting = widths_.numel(), groups = tables.size();
   const auto longs = [](const Tensor& t, int64_t size, const char* what) {
     TORCH_CHECK(t.scalar_type() == at::kLong && t.numel() == size && t.is_contiguous(), what, " is contiguous int64 [", size, "]");
@@ -160,27 +160,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pack_rows(
   TORCH_CHECK(emitting <= count && history.scalar_type() == at::kLong && history.is_contiguous(), "history is contiguous int64");
   for (const Tensor& table : tables)
     TORCH_CHECK(table.scalar_type() == at::kInt && table.is_contiguous(), "block tables are contiguous int32");
+  TORCH_CHECK((int64_t)strides.size() == groups, groups, " block tables and ", strides.size(), " strides");
 
   int64_t total = 0, num_logits = emitting;
   for (int64_t r = 0; r < count; ++r) total += context[r] + (r < emitting ? widths[r] + 1 : 0);
   for (int64_t r = 0; r < emitting; ++r) num_logits += widths[r];
   TORCH_CHECK(total <= padded, total, " rows do not fit into ", padded);
-  const Tensor rows_ = at::zeros({4 + groups, padded}, at::kLong), indptr_ = at::zeros({count + 1}, at::kLong);
+  const Tensor rows_ = at::zeros({4 + groups, padded}, at::kLong);
   const Tensor logit_rows_ = at::zeros({num_logits}, at::kLong), anchor_row_ = at::zeros({emitting}, at::kLong);
-  int64_t *rows = rows_.mutable_data_ptr<int64_t>(), *indptr = indptr_.mutable_data_ptr<int64_t>();
+  int64_t* rows = rows_.mutable_data_ptr<int64_t>();
   int64_t *logit_rows = logit_rows_.mutable_data_ptr<int64_t>(), *anchor_row = anchor_row_.mutable_data_ptr<int64_t>();
   const int64_t* tokens = history.const_data_ptr<int64_t>();
 
   int64_t row = 0, logit = 0;
   const auto write = [&](int64_t slot, int64_t position) {
-    const int64_t block = position / block_size, place = position % block_size;
     TORCH_CHECK(slot >= 0 && slot < history.size(0) && position >= 0 && position < history.size(1), "a row outside the history");
     int64_t* cell = rows + row++;
     *cell = tokens[slot * history.size(1) + position];
     *(cell += padded) = position;
     *(cell += padded) = slot;
     *(cell += padded) = position + 1;
-    for (const Tensor& table : tables) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const Tensor& table = tables[g];
+      const int64_t entry = position / strides[g], block = entry / block_size, place = entry % block_size;
       TORCH_CHECK(slot < table.size(0) && block < table.size(1), "a row outside a block table");
       *(cell += padded) = table.const_data_ptr<int32_t>()[slot * table.size(1) + block] * block_size + place;
     }
@@ -190,10 +192,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pack_rows(
     if (r < emitting) anchor_row[r] = logit;
     for (int64_t k = 0; k < window; ++k) logit_rows[logit++] = row + context[r] + k;
     for (int64_t k = 0; k < context[r] + window; ++k) write(slots[r], lengths[r] + k);
-    indptr[r + 1] = row;
   }
   for (; row < padded;) rows[row++] = tokens[0];  // padding stands at slot 0, position 0 and sees nothing
-  return {rows_, indptr_, logit_rows_, anchor_row_};
+  return {rows_, logit_rows_, anchor_row_};
 }
 
 }  // namespace
@@ -206,7 +207,7 @@ TORCH_LIBRARY_FRAGMENT(surefoot, m) {
       "look_up(Tensor history, Tensor slots, Tensor lengths, int gamma, int longest, int shortest) -> (Tensor, Tensor)");
   m.def(
       "pack_rows(Tensor slots, Tensor lengths, Tensor context, Tensor widths, Tensor history, Tensor[] tables, "
-      "int block_size, int rows) -> (Tensor, Tensor, Tensor, Tensor)");
+      "int[] strides, int block_size, int rows) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(surefoot, CPU, m) {

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
 from surefoot.engine.engine import Engine
 from surefoot.engine.fingerprint import fingerprint, table_path
@@ -31,7 +32,6 @@ from surefoot.engine.policy import WidthPolicy
 from surefoot.engine.request import Request
 from surefoot.engine.trace import StepReport
 from surefoot.errors import ConfigurationError
-from surefoot.kernels.packing import FlatBatch
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.planner import ForcedWidths
@@ -75,8 +75,8 @@ class Samples:
         stages, requests = report.outputs.laps, report.inputs.num_emitting
         assert stages is not None  # somebody watches
         draft, verify = (sum(stages[name] for name in names) for names in (DRAFT, VERIFY))
-        if report.inputs.depth is not None:
-            self.depth[report.inputs.depth].append(draft)
+        if report.inputs.plan.depth is not None:
+            self.depth[report.inputs.plan.depth].append(draft)
             return
         self.verify[context, sum(report.outputs.widths) + requests][requests].append(verify)
         self.draft[requests].append(draft)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
 from surefoot.errors import ModelError
 from surefoot.kernels.attention import paged_attention
-from surefoot.kernels.packing import FlatBatch
 
 ATTENTION_NAME = "surefoot"
 STEP_ARGUMENT = "surefoot_step"

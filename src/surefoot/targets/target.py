@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import LayerSpec, PagedCache
 from surefoot.errors import ConfigurationError
-from surefoot.kernels.packing import FlatBatch
 from surefoot.targets.attention import STEP_ARGUMENT, PagedStep
 from surefoot.targets.probe import probe, text_config
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
-from surefoot.kernels.packing import FlatBatch
 from surefoot.targets.target import Target
 from surefoot.training.corpus import Corpus, Document
 
@@ -161,17 +161,7 @@ class TargetReader:
             for table in cache.block_tables:
                 table[slot, :count] = torch.arange(block, block + count, dtype=torch.int32)
             block += count
-        lengths = torch.tensor([0, *(len(document.tokens) for document in documents)], device=tokens.device)
-        return FlatBatch(
-            token_ids=tokens,
-            positions=positions,
-            row_slot=owner,
-            kv_lens=positions + 1,
-            cache_slots=tuple(cache.cache_slots(group, owner, positions) for group in range(len(cache.groups))),
-            block_tables=cache.block_tables,
-            qo_indptr=lengths.cumsum(0),
-            logit_rows=logit_rows,
-        )
+        return FlatBatch.of_rows(cache, tokens, positions, owner, logit_rows)
 
 
 def _split(whole: Row, rows: Sequence[Sequence[Document]]) -> list[Row]:

@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import DraftContext
 from surefoot.drafters.copying import Copier, fit_shares
 from surefoot.drafters.dspark import DSparkDrafter
-from surefoot.kernels.packing import FlatBatch
 from surefoot.kernels.sampling import softmax_rows
 from surefoot.targets.target import Target
 from surefoot.training.progress import Progress
@@ -213,17 +213,7 @@ class _Reader:
 
     def _rows(self, slots: Tensor, positions: Tensor, logit_rows: Tensor) -> FlatBatch:
         """Rows of slots, ascending; those of one slot together."""
-        ends = torch.unique_consecutive(slots, return_counts=True)[1].cumsum(0)
-        return FlatBatch(
-            token_ids=self.history[slots, positions],
-            positions=positions,
-            row_slot=slots,
-            kv_lens=positions + 1,
-            cache_slots=tuple(self.cache.cache_slots(g, slots, positions) for g in range(len(self.cache.groups))),
-            block_tables=self.cache.block_tables,
-            qo_indptr=torch.cat([ends.new_zeros(1), ends]),
-            logit_rows=logit_rows,
-        )
+        return FlatBatch.of_rows(self.cache, self.history[slots, positions], positions, slots, logit_rows)
 
     def read(self, texts: list[Text], numbers: list[int]) -> list[dict[str, npt.NDArray[np.generic]]]:
         """The blocks of each text, by the fields of `TextBlocks`."""

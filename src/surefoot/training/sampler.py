@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
-from surefoot.kernels.packing import FlatBatch
 from surefoot.speculation.uniforms import Purpose, uniforms
 from surefoot.targets.target import Target
 
@@ -98,7 +98,7 @@ class BulkSampler:
     def _extend(self, slots: Tensor, greedy: int) -> None:
         """One more token in every slot; the first `greedy` of them take the most likely one."""
         positions = self.lengths[slots] - 1
-        logits = self._forward(slots, positions, torch.arange(len(slots) + 1, device=slots.device))
+        logits = self._forward(slots, positions)
         self._append(slots, self._choose(logits, slots, greedy))
 
     def _choose(self, logits: Tensor, slots: Tensor, greedy: int) -> Tensor:
@@ -118,19 +118,10 @@ class BulkSampler:
         self.lengths[slots] += 1
         self.ended[slots] |= torch.isin(tokens, self.ends)
 
-    def _forward(self, owner: Tensor, positions: Tensor, indptr: Tensor, logit_rows: Tensor | None = None) -> Tensor:
-        cache = self.cache
-        batch = FlatBatch(
-            token_ids=self.history[owner, positions],
-            positions=positions,
-            row_slot=owner,
-            kv_lens=positions + 1,
-            cache_slots=tuple(cache.cache_slots(group, owner, positions) for group in range(len(cache.groups))),
-            block_tables=cache.block_tables,
-            qo_indptr=indptr,
-            logit_rows=torch.arange(len(owner), device=owner.device) if logit_rows is None else logit_rows,
-        )
-        return self.target.forward(batch, cache).logits
+    def _forward(self, owner: Tensor, positions: Tensor, logit_rows: Tensor | None = None) -> Tensor:
+        rows = torch.arange(len(owner), device=owner.device) if logit_rows is None else logit_rows
+        batch = FlatBatch.of_rows(self.cache, self.history[owner, positions], positions, owner, rows)
+        return self.target.forward(batch, self.cache).logits
 
     # -- joining and leaving -----------------------------------------------------------------------------------------------
 
@@ -169,9 +160,8 @@ class BulkSampler:
         owner = slots.repeat_interleave(counts)
         positions = torch.arange(len(owner)) - (ends - counts).repeat_interleave(counts)
         device = self.history.device
-        indptr = torch.cat([ends.new_zeros(1), ends])
         nothing = ends.new_zeros(0).to(device)
-        self._forward(owner.to(device), positions.to(device), indptr.to(device), nothing)
+        self._forward(owner.to(device), positions.to(device), nothing)
 
     def _retire(self, slots: Tensor) -> list[Text]:
         seen = zip(slots.tolist(), self.ended[slots].tolist(), self.lengths[slots].tolist(), strict=True)

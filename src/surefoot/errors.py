@@ -37,3 +37,7 @@ class RequestError(SurefootError, ValueError):
 
 class PromptError(RequestError, TypeError):
     """A prompt, a conversation, or template arguments in a form that is not understood."""
+
+
+class EngineError(RuntimeError):
+    """A step of the engine failed for no reason of the request it ended; the cause is chained. Also: the engine is closed."""

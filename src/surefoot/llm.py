@@ -2,110 +2,136 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine
+from surefoot.engine.loop import EngineLoop, News, RequestHandle, raise_failure
 from surefoot.engine.options import EngineArguments, EngineOptions, takes_engine_options
-from surefoot.engine.output import OutputEvent, TokenLogprobs
+from surefoot.engine.output import OutputEvent
 from surefoot.engine.request import Request
+from surefoot.engine.results import Completion, RequestOutput, Timing
 from surefoot.engine.trace import TraceWriter
 from surefoot.errors import ConfigurationError, RequestError
 from surefoot.profiling.profile import Profile, profile_and_save
 from surefoot.prompts import Message, Prompt, as_prompt, as_prompts, conversation_tokens
 from surefoot.sampling import SamplingParams
-from surefoot.speculation.statistics import RequestStatistics
 from surefoot.targets.target import Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+__all__ = ["LLM", "Completion", "RequestOutput", "Stream", "Timing"]
 
-@dataclass(frozen=True)
-class Timing:
-    """Wall-clock times of one request, in seconds."""
+log = logging.getLogger(__name__)
 
-    queued_s: float
-    prefill_s: float  # from arrival to the first token
-    decode_s: float  # from the first to the last token
-    tokens_per_s: float  # decode speed: tokens behind the first step, per second
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """Everything one request produced."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    cached_tokens: int
-    statistics: RequestStatistics
-    timing: Timing
+PROGRESS_S = 0.1
+"""Seconds between two looks of a progress bar at its batch."""
 
 
 class Stream:
-    """Iterate for events; `result` is the whole output once the iteration has ended."""
+    """Iterate for events, in order and each once; `result` is the whole output once the iteration has ended.
 
-    def __init__(self, events: Iterator[OutputEvent], request: Request) -> None:
-        self._events, self._request = events, request
+    Leaving the iteration, or dropping the stream, cancels the request.
+    """
+
+    def __init__(self, handle: RequestHandle, llm: LLM) -> None:
+        self._handle = handle
+        self._events = _events(handle, llm)
 
     def __iter__(self) -> Iterator[OutputEvent]:
         return self._events
 
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        self._handle.cancel()
+
     @property
     def result(self) -> RequestOutput:
-        """The request as far as it has come."""
-        return _request_output(self._request)
+        """The answers as far as they have come."""
+        return RequestOutput.of(self._handle.requests)
 
 
-@dataclass
+def _events(handle: RequestHandle, llm: LLM) -> Generator[OutputEvent, None, None]:
+    """The events of a handle. `llm` is only kept: an LLM that nobody holds is closed."""
+    try:
+        yield from handle
+    finally:
+        handle.cancel()
+
+
+class _Batch:
+    """The mailbox of one `generate`: it only counts, so its client sleeps until the last answer has ended."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.ended = Event()
+        self.unfinished = len(requests)
+        self.tokens = self.progress = 0  # emitted; and the same with what an early end has saved
+        self.expected = sum(request.params.max_tokens or 0 for request in requests)
+        if not requests:
+            self.ended.set()
+
+    def put(self, news: News, /) -> None:
+        for request, event in news:
+            self.tokens += len(event.token_ids)
+            self.progress += len(event.token_ids)
+            if event.finish_reason is not None:
+                self.unfinished -= 1
+                self.progress += (request.params.max_tokens or 0) - request.num_output
+        if not self.unfinished:
+            self.ended.set()
+
+
 class _Progress:
-    """A progress bar over requests, shown when it is wanted and there is a terminal."""
+    """A bar over the tokens of a batch on standard error, where there is a terminal."""
 
-    total: int
-    enabled: bool
-    _bar: Any = field(default=None, init=False)
+    def __init__(self, batch: _Batch) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self._batch, self._answers = batch, batch.unfinished
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("generating", total=batch.expected, note="")
 
     def __enter__(self) -> _Progress:
-        if self.enabled:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-                disable=not Console(stderr=True).is_terminal,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("generating", total=self.total, rate="")
+        self._began = time.monotonic()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
-    def update(self, finished: int, tokens_per_s: float) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=finished, rate=f"{tokens_per_s:.1f} tok/s")
+    def update(self) -> None:
+        batch = self._batch
+        rate = batch.tokens / max(time.monotonic() - self._began, 1e-9)
+        note = f"{self._answers - batch.unfinished}/{self._answers} answers, {rate:.1f} tok/s"
+        self._bar.update(self._task, completed=batch.progress, note=note)
 
 
 @takes_engine_options
 class LLM:
     """A target served with a drafter.
+
+    Any number of threads may use one LLM: its engine runs on a thread of its own, and every request gets its own events.
+    Use it in a `with` statement, or call `close`, to have its memory back. It can neither be pickled nor used after a fork.
 
     Args:
         model: an alias (`qwen2.5-coder-0.5b`, `gemma3-270m`), a Hugging Face id, a local directory, a GGUF file, or a
@@ -117,11 +143,20 @@ class LLM:
 
     def __init__(self, model: str | Path | Target = "qwen2.5-coder-0.5b", **options: Unpack[EngineArguments]) -> None:
         chosen = EngineOptions(**options)
-        self.engine: Engine = build_engine(model, chosen)
         self._trace: TraceWriter | None = None
+        self.loop = EngineLoop(partial(build_engine, model, chosen))
+        # Where nobody calls `close`. A finaliser may run anywhere, so this one does not wait; at exit the loop stops itself.
+        finalize(self, self.loop.stop, timeout=0.0).atexit = False
+        self._tokenizing = Lock()  # tokenizers are not made for several threads
+        self._mentions_table = chosen.cost_table == "auto"  # until it has been said once that there is none
         if chosen.trace is not None:
-            self._trace = TraceWriter(chosen.trace, self.engine.describe())
-            self.engine.add_observer(self._trace)
+            self._trace = TraceWriter(chosen.trace, self.describe())
+            self.loop.add_observer(self._trace)
+
+    @property
+    def engine(self) -> Engine:
+        """For reading what never changes; `llm.loop.call(function)` runs `function(engine)` between two steps."""
+        return self.loop.engine
 
     @property
     def target(self) -> Target:
@@ -146,24 +181,53 @@ class LLM:
             progress: show a progress bar when standard error is a terminal.
 
         Returns:
-            One output per prompt, in order.
+            One output per prompt, in order. A request that could not go on is returned as far as it came, with the finish
+            reason "error" and the reason.
+
+        Raises:
+            RequestError: a prompt or parameters that cannot be served; nothing has been queued then.
+            EngineError: every request has ended because steps failed.
+        """
+        groups = self.requests_for(prompts, params)
+        requests = [request for group in groups for request in group]
+        box = _Batch(requests)
+        try:
+            self.loop.queue(groups, box)
+            if progress:
+                with _Progress(box) as bar:
+                    while not box.ended.wait(PROGRESS_S):
+                        bar.update()
+            box.ended.wait()
+        finally:
+            if box.unfinished:
+                self.loop.cancel(requests)
+        raise_failure(requests)
+        return [RequestOutput.of(group) for group in groups]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """Complete one prompt step by step; leaving the iteration early cancels the request.
+
+        Events of several answers (`SamplingParams.n`) come interleaved; `OutputEvent.index` tells them apart.
+
+        Raises:
+            EngineError: while iterating, if the request has ended because a step failed.
+        """
+        requests = self._requests(as_prompt(prompt), params or SamplingParams())
+        handle = RequestHandle(self.loop, requests)
+        self.loop.queue([requests], handle.box)
+        return Stream(handle, self)
+
+    def requests_for(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[list[Request]]:
+        """Check prompts and make the `n` requests of each, for `EngineLoop.queue`.
+
+        Raises:
+            RequestError: a prompt or parameters that cannot be served.
         """
         batch = as_prompts(prompts)
         settings = _as_params(params, len(batch))
-        requests = []
-        try:
-            for prompt, setting in zip(batch, settings, strict=True):
-                requests.append(self._add(prompt, setting))
-            self._drain(requests, progress)
-        finally:
-            for request in requests:
-                self.engine.cancel(request.request_id)
-        return [_request_output(request) for request in requests]
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt step by step; leaving the iteration early cancels the request."""
-        request = self._add(as_prompt(prompt), params or SamplingParams())
-        return Stream(self._events(request), request)
+        return [self._requests(prompt, setting) for prompt, setting in zip(batch, settings, strict=True)]
 
     def chat(
         self,
@@ -195,15 +259,16 @@ class LLM:
             messages: mappings with `role` and `content`.
             chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": False}`.
         """
-        return conversation_tokens(self.tokenizer, self.target.name, messages, chat_template_kwargs)
+        with self._tokenizing:
+            return conversation_tokens(self.tokenizer, self.target.name, messages, chat_template_kwargs)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: design.md section 7."""
-        return self.engine.stats()
+        """Counters since the start, in plain JSON data."""
+        return self.loop.call(lambda engine: engine.stats())
 
     def describe(self) -> dict[str, Any]:
         """What this object was assembled from, and what the planner works with."""
-        return self.engine.describe()
+        return self.loop.call(lambda engine: engine.describe())
 
     @property
     def lacks_cost_table(self) -> bool:
@@ -217,45 +282,42 @@ class LLM:
         path: str | Path | None = None,
     ) -> Profile:
         """`profile_and_save` of the engine: measure what a step costs, plan with that, and save it for later starts."""
-        return profile_and_save(self.engine, seconds, progress, path)
+        return self.loop.measure(lambda engine, show: profile_and_save(engine, seconds, show, path), progress)
 
     def close(self) -> None:
-        """Cancel what still runs, and close the trace."""
-        for request_id in list(self.engine.requests):
-            self.engine.cancel(request_id)
+        """Cancel what still runs, close the trace, and give the memory back. May be called again."""
+        self.loop.stop()
         if self._trace is not None:
-            self.engine.remove_observer(self._trace)
             self._trace.close()
             self._trace = None
+        gc.collect()  # an engine's parts refer to each other
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an LLM lives in one process and cannot be pickled: build one in each process")
 
     # -- inside ------------------------------------------------------------------------------------------------------------
 
-    def _add(self, prompt: str | list[int], params: SamplingParams) -> Request:
+    def _requests(self, prompt: str | list[int], params: SamplingParams) -> list[Request]:
+        """The `n` requests of a prompt, checked and not queued."""
+        if self._mentions_table and self.lacks_cost_table:
+            self._mentions_table = False
+            log.warning(
+                "no cost table for this engine: every draft is verified, whatever that costs; measure one with LLM.profile() "
+                "or 'surefoot profile'"
+            )
         if not isinstance(prompt, str):
-            return self.engine.add_request(prompt, params)
+            return self.loop.requests_of(prompt, params)
         if self.tokenizer is None:
             raise ConfigurationError(f"{self.target.name} has no tokenizer: give prompts as token ids")
-        return self.engine.add_request(self.tokenizer(prompt)["input_ids"], params, prompt=prompt)
-
-    def _drain(self, requests: list[Request], progress: bool) -> None:
-        start, tokens = time.monotonic(), 0
-        unfinished = {request.request_id for request in requests}
-        with _Progress(len(requests), progress) as bar:
-            while unfinished:
-                for request, event in self.engine.step():
-                    tokens += len(event.token_ids)
-                    if event.finish_reason is not None:
-                        unfinished.discard(request.request_id)
-                bar.update(len(requests) - len(unfinished), tokens / max(time.monotonic() - start, 1e-9))
-
-    def _events(self, request: Request) -> Iterator[OutputEvent]:
-        try:
-            while request.finished_at is None:
-                for owner, event in self.engine.step():
-                    if owner is request:
-                        yield event
-        finally:
-            self.engine.cancel(request.request_id)
+        with self._tokenizing:
+            tokens = self.tokenizer(prompt)["input_ids"]
+        return self.loop.requests_of(tokens, params, prompt=prompt)
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -266,28 +328,3 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling parameters for {count} prompts: give one for all, or one each")
     return list(params)
-
-
-def _request_output(request: Request) -> RequestOutput:
-    end = request.finished_at or time.monotonic()
-    first = request.first_token_at or end
-    decode = end - first
-    behind_first = max(0, request.num_output - request.first_block)
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=list(request.prompt_token_ids),
-        text=request.output.text,
-        token_ids=list(request.output.token_ids),
-        logprobs=request.output.logprobs,
-        finish_reason=request.output.finish_reason,
-        stop_reason=request.output.stop_reason,
-        cached_tokens=request.cached_tokens,
-        statistics=request.statistics,
-        timing=Timing(
-            queued_s=(request.started_at or end) - request.arrived_at,
-            prefill_s=first - (request.started_at or request.arrived_at),
-            decode_s=decode,
-            tokens_per_s=behind_first / decode if decode > 0 else 0.0,
-        ),
-    )

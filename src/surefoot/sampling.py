@@ -15,6 +15,9 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
 """The most alternatives per token that a request may ask for (the limit of the OpenAI API, too)."""
 
+MAX_ANSWERS = 1024
+"""The most answers to one prompt that a request may ask for."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -42,6 +45,10 @@ class SamplingParams:
     """{token id: value added to its logit}."""
     seed: int | None = None
     """Same seed, same engine settings, same output; None draws a fresh one."""
+    n: int = 1
+    """Independent answers to one prompt; the prompt is computed once."""
+    best_of: None = None
+    """Refused: ask for `n` answers with `logprobs`, and choose."""
     max_tokens: int | None = 256
     """Most tokens to emit; None leaves only the model's context length."""
     min_tokens: int = 0
@@ -80,6 +87,11 @@ class SamplingParams:
         put("logit_bias", _bias(self.logit_bias))
         if self.seed is not None:
             _integer("seed", self.seed, low=-(2**63), high=2**64 - 1, remedy="leave it out for a fresh one")
+        _integer("n", self.n, low=1, high=MAX_ANSWERS, remedy="1 is a single answer")
+        if self.best_of is not None:
+            raise RequestError(
+                f"best_of is {self.best_of!r}; surefoot does not rank answers: ask for n answers with logprobs, and choose"
+            )
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, low=1, remedy="None leaves only the context length")
         _integer("min_tokens", self.min_tokens, low=0, remedy="use 0 to switch it off")

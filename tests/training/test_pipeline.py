@@ -21,6 +21,7 @@ from surefoot.training.files import Workplace
 from surefoot.training.initial import dissect
 from surefoot.training.options import Budget, DataOptions, DrafterShape, TrainingOptions
 from surefoot.training.pipeline import STAGES, Pipeline, Run
+from surefoot.training.progress import Progress
 from surefoot.training.prompts import Prompt, collect_prompts, digest, read_prompts
 from surefoot.training.regenerate import bulk, bulk_sampler, generation_engine, regenerate
 from tests.tiny_models import tiny_target
@@ -252,18 +253,16 @@ def test_interrupted_regeneration_ends_with_the_same_text(tmp_path: Path, monkey
     regenerate(engine, prompts, tmp_path / "whole", run.data, silent())
     engine = generation_engine(target, run.data)
     steps = 0
-    plain = engine.step
 
-    def interrupted() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps > 20:
-            raise KeyboardInterrupt
-        return plain()
+    class Interrupted(Progress):
+        def update(self, *_: Any) -> None:
+            nonlocal steps
+            steps += 1
+            if steps > 20:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        regenerate(engine, prompts, tmp_path / "parts", run.data, silent())
+        regenerate(engine, prompts, tmp_path / "parts", run.data, Interrupted("test", enabled=False))
     assert not engine.requests
     kept = sum(len(read_shard(shard)) for shard in (tmp_path / "parts").glob("*"))
     assert 0 < kept < 14

@@ -140,7 +140,8 @@ def measure_decode(
     def answer(arm: str, prompt: list[int], length: int) -> tuple[list[int], float]:
         nonlocal drafted
         if arm == TRANSFORMERS:
-            return _generate(plain, prompt, length, eos)
+            # On the engine's thread, which has its team of OpenMP threads: a second team would slow both down.
+            return engine.loop.call(lambda _: _generate(plain, prompt, length, eos))
         llm = quantized if arm == INT8 else engine
         assert llm is not None
         params = SamplingParams(temperature=0.0, max_tokens=length, speculative=arm == SPECULATIVE)
@@ -161,7 +162,7 @@ def measure_decode(
             if len(tokens) > 1:
                 speeds[row.arm] = speed
             if data is not None:
-                streams.append(_stream_gb_s(data))
+                streams.append(engine.loop.call(lambda _: _stream_gb_s(data)))
             progress((index + (turn + 1) / len(rows)) / len(prompts))
         if len(speeds) == len(rows):
             for row in rows:

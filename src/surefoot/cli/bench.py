@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from surefoot.sampling import SamplingParams
 if TYPE_CHECKING:
     from surefoot.bench.decode import Decode
     from surefoot.bench.throughput import Throughput
+    from surefoot.profiling.profile import Profile
 
 SEED = 20260711
 
@@ -208,7 +209,12 @@ def throughput(
     if trace is not None and planned is None:
         raise ConfigurationError("--trace records the arm adaptive: add it to --arms")
     if planned is not None and cost_table == "auto" and planned.policy.lacks_table:
-        measure_now(partial(profile_and_save, planned))
+        adaptive = planned
+
+        def profile_arm(seconds: float, progress: Callable[[float], None]) -> Profile:
+            return llm.loop.measure(lambda _, show: profile_and_save(adaptive, seconds, show), progress)
+
+        measure_now(profile_arm)
         for arm in built:  # arms of fixed widths may choose their sources by it; what they see of drift stays with them
             if arm.name.startswith("fixed"):
                 arm.engine.policy.costs.use(planned.policy.costs.table)
@@ -218,8 +224,12 @@ def throughput(
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=SEED)
     try:
         with progress_bar("benchmark") as show:
-            found = measure_throughput(
-                built, texts, params, concurrency=counts, repeats=repeats, requests=requests, progress=show
+            # On the thread that has loaded the target: a second team of OpenMP threads would slow the first one down.
+            found = llm.loop.measure(
+                lambda _, show: measure_throughput(
+                    built, texts, params, concurrency=counts, repeats=repeats, requests=requests, progress=show
+                ),
+                show,
             )
     finally:
         if writer is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -112,8 +114,10 @@ class Engine:
         if drafter is not None:
             drafter.use_costs(policy.costs)
         self.requests: dict[str, Request] = {}
+        self.owner: int | None = None  # the thread that alone may change the engine, once an `EngineLoop` has it
         self._in_flight: InFlight | None = None
-        self._arrivals = 0
+        self._arrivals = count()
+        self._followers: dict[str, list[Request]] = {}  # by the request whose prompt they wait for
         self._observers: list[StepObserver] = []
 
     @property
@@ -156,7 +160,7 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
-    def add_request(
+    def make_request(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
@@ -164,25 +168,20 @@ class Engine:
         prompt: str | None = None,
         request_id: str | None = None,
     ) -> Request:
-        """Queue a prompt.
+        """Check a prompt and make a request of it; `admit` queues it. Changes nothing, so any thread may call it.
 
         Raises:
-            RequestError: an empty or too long prompt, a token id outside the vocabulary, a reused request id.
+            RequestError: an empty or too long prompt, or a token id outside the vocabulary.
         """
         tokens = list(prompt_token_ids)
         self._check_prompt(tokens, params)
         room = self.max_model_len - len(tokens)
         if params.max_tokens is None or params.max_tokens > room:
             params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        number = self._arrivals
-        self._arrivals += 1
+        number = next(self._arrivals)
         request_id = request_id or f"request-{number}"
-        if request_id in self.requests:
-            raise RequestError(
-                f"request id {request_id!r} is in use: choose another, or wait until that request has ended"
-            )
         gamma = self.gamma if params.gamma is None else min(params.gamma, self.gamma)
-        request = Request(
+        return Request(
             request_id,
             tokens,
             params,
@@ -195,9 +194,57 @@ class Engine:
             prompt=prompt,
             breaker=self.policy.new_breaker(),
         )
-        self.requests[request_id] = request
-        self.scheduler.add(request)
+
+    def admit(self, request: Request, after: Request | None = None) -> None:
+        """Queue a request.
+
+        Args:
+            after: a request with the same prompt. Where prefixes are reused, `request` waits until that prompt has been
+                computed, and finds it in the cache.
+
+        Raises:
+            RequestError: the request id is in use.
+        """
+        self._check_owner()
+        if request.request_id in self.requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use: choose another, or wait until that request has ended"
+            )
+        self.requests[request.request_id] = request
+        if (
+            after is not None
+            and self.blocks.prefix_reuse
+            and after.request_id in self.requests
+            and not after.num_output
+        ):
+            request.status = Status.HELD
+            self._followers.setdefault(after.request_id, []).append(request)
+        else:
+            self.scheduler.add(request)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+    ) -> Request:
+        """`make_request` and `admit` in one."""
+        request = self.make_request(prompt_token_ids, params, prompt=prompt, request_id=request_id)
+        self.admit(request)
         return request
+
+    def _release_followers(self, request: Request) -> None:
+        """The prompt of `request` has been computed, or never will be: whoever waited for it enters the queue."""
+        for follower in self._followers.pop(request.request_id, ()):
+            if follower.status is Status.HELD:
+                follower.status = Status.WAITING
+                self.scheduler.add(follower)
+
+    def _check_owner(self) -> None:
+        if self.owner is not None and self.owner != threading.get_ident():
+            raise RuntimeError("this engine belongs to a loop: use its `submit`, `cancel` or `call` instead")
 
     def _check_prompt(self, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:
@@ -215,6 +262,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> OutputEvent | None:
         """End a request now: its slot and blocks are free at once, and a step in flight emits nothing for it."""
+        self._check_owner()
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
@@ -227,6 +275,8 @@ class Engine:
         self.scheduler.finish(request)
         request.finished_at = time.monotonic()
         self.requests.pop(request.request_id, None)
+        if self._followers:
+            self._release_followers(request)
 
     @property
     def has_work(self) -> bool:
@@ -236,6 +286,7 @@ class Engine:
 
     def step(self) -> list[tuple[Request, OutputEvent]]:
         """Advance every scheduled request by one step; one event for each that emitted."""
+        self._check_owner()
         return self._overlapped_step() if self.overlap else self._plain_step()
 
     def _plain_step(self) -> list[tuple[Request, OutputEvent]]:
@@ -337,6 +388,8 @@ class Engine:
         self.blocks.commit(request.slot, request.token_ids, min(request.num_cached, len(request.token_ids)))
         if event.finish_reason is not None:
             self._finish(request)
+        elif self._followers:
+            self._release_followers(request)
         return event
 
 

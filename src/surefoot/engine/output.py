@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 from surefoot.errors import RequestError
 from surefoot.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder shows for bytes that are not (yet) a character."""
@@ -55,6 +56,10 @@ class OutputEvent:
     """How many tokens of the block survive. Whatever lies behind them must leave the cache, the drafter's context, the
     prefix index and the usage figures."""
     request_id: str | None = None
+    index: int = 0
+    """Which of the `n` answers of a prompt."""
+    error: str | None = None
+    """Why the request could not go on; only with `finish_reason` "error"."""
 
 
 class OutputProcessor:
@@ -83,6 +88,8 @@ class OutputProcessor:
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.index = 0
         self._pieces: list[str] = []
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._ends = self._stop_ids if params.ignore_eos else self._stop_ids.union(eos_token_ids)
@@ -128,8 +135,18 @@ class OutputProcessor:
         """End the request now; text held back so far is in the event, and nothing comes after it."""
         return self._emit(OutputEvent(text="" if self.finished else self._finish("abort")))
 
+    def fail(self, error: str) -> OutputEvent:
+        """End the request with an error, as `abort` ends it. Never raises, whatever state a failed `push` has left."""
+        text = ""
+        if not self.finished:
+            self.error = error
+            with suppress(Exception):
+                text = self._finish("error")
+        return self._emit(OutputEvent(text=text))
+
     def _emit(self, event: OutputEvent) -> OutputEvent:
         event.request_id, event.finish_reason, event.stop_reason = self.request_id, self.finish_reason, self.stop_reason
+        event.error, event.index = self.error, self.index
         self._pieces.append(event.text)
         return event
 

@@ -15,6 +15,7 @@ from surefoot.speculation.survival import Seat
 
 
 class Status(Enum):
+    HELD = "held"  # not queued yet: another request computes the same prompt first
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -51,6 +52,7 @@ class Request:
     first_token_at: float | None = None
     first_block: int = 0  # tokens of the first step, which decode speed leaves out
     finished_at: float | None = None
+    failure: BaseException | None = None  # what a step raised that ended this request
     token_ids: list[int] = field(default_factory=list)
     flags: SamplingFlags = field(init=False)
 

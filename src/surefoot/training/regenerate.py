@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine
+from surefoot.engine.loop import EngineLoop, News, raise_failure
 from surefoot.engine.options import EngineOptions
 from surefoot.engine.request import Request
 from surefoot.sampling import SamplingParams
@@ -120,13 +122,15 @@ Progressed = Iterator[tuple[list[Document], int]]  # what came to an end, and th
 def _from_engine(
     engine: Engine, waiting: Iterator[tuple[int, dict[str, Any]]], options: DataOptions, deadline: float | None
 ) -> Progressed:
-    running: dict[str, int] = {}
+    running: dict[Request, int] = {}
+    box: SimpleQueue[News] = SimpleQueue()
     tokens = 0
 
-    def feed() -> None:
+    def feed(loop: EngineLoop) -> None:
         for index, row in waiting:
-            request = engine.add_request(row["tokens"], params_for(index, row["digest"], options))
-            running[request.request_id] = index
+            requests = loop.requests_of(row["tokens"], params_for(index, row["digest"], options))
+            running[requests[0]] = index
+            loop.queue([requests], box)
             if len(running) >= 2 * options.batch:
                 return
 
@@ -134,23 +138,23 @@ def _from_engine(
         whole = [*request.prompt_token_ids, *request.output.token_ids]
         return Document(index, len(request.prompt_token_ids), np.array(whole))
 
-    try:
-        feed()
+    with EngineLoop(engine) as loop:
+        feed(loop)
         while running and (deadline is None or time.monotonic() < deadline):
             documents = []
-            for request, event in engine.step():
+            for request, event in box.get():
                 tokens += len(event.token_ids)
                 if event.finish_reason is not None:
-                    documents.append(document(running.pop(request.request_id), request))
+                    raise_failure([request])
+                    documents.append(document(running.pop(request), request))
             if len(running) < options.batch + options.batch // 2:
-                feed()
+                feed(loop)
             yield documents, tokens
-        left = [(index, engine.requests[request_id]) for request_id, index in running.items()]
-        # Out of time: a text that is cut short teaches as well.
-        yield [document(index, request) for index, request in left if request.num_output >= SHORTEST], tokens
-    finally:
-        for request_id in running:
-            engine.cancel(request_id)
+        # Out of time: a text that is cut short teaches as well. Between two steps no text is half told.
+        left = loop.call(
+            lambda _: [document(index, request) for request, index in running.items() if request.num_output >= SHORTEST]
+        )
+        yield left, tokens
 
 
 def _from_sampler(

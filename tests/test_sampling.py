@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from surefoot.errors import RequestError
@@ -19,6 +21,32 @@ from surefoot.sampling import SamplingParams
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "hot"),
+        ("temperature", 1e39),
+        ("temperature", 10**400),
+        ("temperature", True),
+        ("top_k", 1 << 63),
+        ("top_k", True),
+        ("top_p", 1e-46),
+        ("repetition_penalty", 1e-45),
+        ("repetition_penalty", 0.009),
+        ("repetition_penalty", 1e39),
+        ("repetition_penalty", 101),
+        ("logit_bias", {1 << 63: 0.0}),
+        ("logit_bias", {True: 0.0}),
+        ("logit_bias", {3: math.nan}),
+        ("logit_bias", {"x": 1.0}),
+        ("seed", 1 << 64),
+        ("seed", -(1 << 63) - 1),
+        ("max_tokens", 1 << 63),
+        ("max_tokens", 2.0),
+        ("stop", 3),
+        ("stop", b"x"),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", [1 << 31]),
+        ("stop_token_ids", [True]),
+        ("logprobs", True),
+        ("priority", 1 << 63),
         ("top_k", -2),
         ("top_k", 1.5),
         ("top_p", 0.0),
@@ -55,6 +83,50 @@ def test_wrong_values_are_refused_with_the_name_the_value_and_what_is_allowed(na
     assert name in message
     assert "allowed" in message
     assert "\n" not in message
+
+
+def test_numpy_scalars_are_numbers_and_kept_as_pythons_own() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(4),
+        top_p=np.float64(0.9),
+        min_p=np.float16(0),
+        repetition_penalty=np.float32(1.5),
+        logit_bias={np.int64(3): np.float32(2.0)},
+        seed=np.uint64(2**64 - 1),
+        max_tokens=np.int32(5),
+        min_tokens=np.int8(2),
+        stop_token_ids=np.array([3, 4]),
+        logprobs=np.int64(1),
+        priority=np.int16(-1),
+        ignore_eos=np.True_,
+    )
+    plain = SamplingParams(
+        temperature=0.5,
+        top_k=4,
+        top_p=0.9,
+        min_p=0.0,
+        repetition_penalty=1.5,
+        logit_bias={3: 2.0},
+        seed=2**64 - 1,
+        max_tokens=5,
+        min_tokens=2,
+        stop_token_ids=[3, 4],
+        logprobs=1,
+        priority=-1,
+        ignore_eos=True,
+    )
+    assert params == plain
+    for field in dataclasses.fields(SamplingParams):
+        assert type(getattr(params, field.name)) is type(getattr(plain, field.name))
+    assert all(type(token) is int for token in (*params.logit_bias, *(params.stop_token_ids or ())))
+
+
+def test_help_shows_every_parameter() -> None:
+    shown = inspect.getdoc(SamplingParams)
+    assert shown is not None
+    for field in dataclasses.fields(SamplingParams):
+        assert f"    {field.name}: " in shown
 
 
 def test_values_are_kept_in_one_form() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from surefoot.errors import RequestError
+from surefoot.validation import LARGEST_INT32, LARGEST_INT64, flag, integer, number, shown
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are taken as 0: dividing float32 logits by less gains nothing and soon overflows."""
@@ -24,91 +24,101 @@ class SamplingParams:
     """Sampling, stopping and speculation settings of one request; a wrong value raises `RequestError`.
 
     Processing order is the field's: penalties and logit bias on the logits, then temperature, top-k, top-p, min-p.
-    All of it is applied position by position inside a block, to the target's p and the drafter's q alike.
+    All of it is applied position by position inside a block, to the target's p and the drafter's q alike. Scalars of numpy
+    are accepted as numbers and kept as Python's.
+
+    Args:
+        temperature: 0 takes the argmax; 1 is the target's own distribution.
+        top_k: keep the k likeliest tokens; 0 (or -1) is off.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 is off.
+        min_p: drop tokens less likely than this share of the likeliest; 0 is off.
+        repetition_penalty: 0.01 to 100; divides (positive) or multiplies (negative) the logits of tokens in prompt or output;
+            1 is off.
+        presence_penalty: -2 to 2, subtracted from the logits of tokens already in the output.
+        frequency_penalty: -2 to 2, subtracted from a token's logit once per occurrence in the output.
+        logit_bias: {token id: value from -100 to 100 added to its logit}.
+        seed: same seed, same engine settings, same output; None draws a fresh one.
+        n: independent answers to one prompt, which is computed once; at most 1024.
+        best_of: refused: ask for `n` answers with `logprobs`, and choose.
+        max_tokens: most tokens to emit; None leaves only the model's context length.
+        min_tokens: nothing stops the request before this many tokens.
+        stop: strings that end the request, found wherever they fall between tokens. Kept as a tuple.
+        stop_token_ids: token ids that end the request, besides the model's own end tokens. Kept as a tuple.
+        ignore_eos: go on after the model's own end tokens.
+        include_stop_str_in_output: keep the text of the stop string or stop token.
+        skip_special_tokens: leave special tokens out of the text (never out of the token ids).
+        logprobs: None: none; 0: the emitted token's only; n: also those of the n likeliest tokens, at most 20 and at most
+            the vocabulary.
+        priority: smaller is served earlier; equal priorities in order of arrival.
+        gamma: most draft tokens per step for this request; None leaves the engine's gamma. 0 decodes target-only.
+        speculative: False decodes this request target-only; the output is the same.
     """
 
     temperature: float = 1.0
-    """0 takes the argmax; 1 is the target's own distribution."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 (or -1) is off."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probability reaches this; 1 is off."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest; 0 is off."""
     repetition_penalty: float = 1.0
-    """Divides (positive) or multiplies (negative) the logits of tokens in prompt or output; 1 is off."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens already in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once per occurrence in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """{token id: value added to its logit}."""
     seed: int | None = None
-    """Same seed, same engine settings, same output; None draws a fresh one."""
     n: int = 1
-    """Independent answers to one prompt; the prompt is computed once."""
     best_of: None = None
-    """Refused: ask for `n` answers with `logprobs`, and choose."""
     max_tokens: int | None = 256
-    """Most tokens to emit; None leaves only the model's context length."""
     min_tokens: int = 0
-    """Nothing stops the request before this many tokens."""
     stop: str | Sequence[str] | None = ()
-    """Strings that end the request, found wherever they fall between tokens. Kept as a tuple."""
     stop_token_ids: Sequence[int] | None = ()
-    """Token ids that end the request, besides the model's own end tokens. Kept as a tuple."""
     ignore_eos: bool = False
-    """Go on after the model's own end tokens."""
     include_stop_str_in_output: bool = False
-    """Keep the text of the stop string or stop token."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text (never out of the token ids)."""
     logprobs: int | None = None
-    """None: none; 0: the emitted token's only; n: also those of the n likeliest tokens."""
     priority: int = 0
-    """Smaller is served earlier; equal priorities in order of arrival."""
     gamma: int | None = None
-    """Most draft tokens per step for this request; None leaves the engine's γ. 0 decodes target-only."""
     speculative: bool = True
-    """False decodes this request target-only; the output is the same."""
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:  # the dataclass is frozen for everybody else
-            object.__setattr__(self, name, value)
-
-        _number("temperature", self.temperature, low=0.0, remedy="0 is greedy, 1 the target's own distribution")
-        put("temperature", 0.0 if self.temperature < GREEDY_BELOW else float(self.temperature))
-        put("top_k", 0 if _integer("top_k", self.top_k, low=-1, remedy="use 0 to switch it off") < 1 else self.top_k)
-        _number("top_p", self.top_p, low=0.0, high=1.0, open_low=True, remedy="use 1 to switch it off")
-        _number("min_p", self.min_p, low=0.0, high=1.0, remedy="use 0 to switch it off")
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True, remedy="use 1 to switch it off")
-        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0, remedy="use 0 to switch it off")
-        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0, remedy="use 0 to switch it off")
-        put("logit_bias", _bias(self.logit_bias))
-        if self.seed is not None:
-            _integer("seed", self.seed, low=-(2**63), high=2**64 - 1, remedy="leave it out for a fresh one")
-        _integer("n", self.n, low=1, high=MAX_ANSWERS, remedy="1 is a single answer")
+        self._number("temperature", low=0.0, remedy="0 is greedy, 1 the target's own distribution")
+        if self.temperature < GREEDY_BELOW:
+            self._put("temperature", 0.0)
+        self._integer("top_k", -1, LARGEST_INT32, "use 0 to switch it off")
+        self._put("top_k", max(self.top_k, 0))
+        self._number("top_p", low=0.0, high=1.0, open_low=True, remedy="use 1 to switch it off")
+        self._number("min_p", low=0.0, high=1.0, remedy="use 0 to switch it off")
+        self._number("repetition_penalty", low=0.01, high=100.0, remedy="use 1 to switch it off")
+        self._number("presence_penalty", low=-2.0, high=2.0, remedy="use 0 to switch it off")
+        self._number("frequency_penalty", low=-2.0, high=2.0, remedy="use 0 to switch it off")
+        self._put("logit_bias", _bias(self.logit_bias))
+        self._integer("seed", -(2**63), 2**64 - 1, "leave it out for a fresh one", optional=True)
+        self._integer("n", 1, MAX_ANSWERS, "1 is a single answer")
         if self.best_of is not None:
             raise RequestError(
-                f"best_of is {self.best_of!r}; surefoot does not rank answers: ask for n answers with logprobs, and choose"
+                f"best_of is {shown(self.best_of)}; surefoot does not rank answers: ask for n answers with logprobs, and choose"
             )
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, low=1, remedy="None leaves only the context length")
-        _integer("min_tokens", self.min_tokens, low=0, remedy="use 0 to switch it off")
+        self._integer("max_tokens", 1, LARGEST_INT64, "None leaves only the context length", optional=True)
+        self._integer("min_tokens", 0, LARGEST_INT64, "use 0 to switch it off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}; allowed: 0 … max_tokens ({self.max_tokens}); raise max_tokens"
             )
-        put("stop", _strings(self.stop))
-        put("stop_token_ids", _ids(self.stop_token_ids))
+        self._put("stop", _strings(self.stop))
+        self._put("stop_token_ids", _ids(self.stop_token_ids))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, remedy="None for none, 0 for the token's own")
-        _integer("priority", self.priority, remedy="smaller is served earlier")
-        if self.gamma is not None:
-            _integer("gamma", self.gamma, low=0, remedy="None leaves the engine's γ")
+            self._put(name, flag(name, getattr(self, name), RequestError))
+        self._integer("logprobs", 0, MAX_LOGPROBS, "None for none, 0 for the token's own", optional=True)
+        self._integer("priority", -LARGEST_INT64, LARGEST_INT64, "smaller is served earlier")
+        self._integer("gamma", 0, LARGEST_INT32, "None leaves the engine's gamma", optional=True)
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+
+    def _number(self, name: str, **bounds: Any) -> None:
+        self._put(name, number(name, getattr(self, name), RequestError, **bounds))
+
+    def _integer(self, name: str, low: int, high: int, remedy: str, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is not None or not optional:
+            self._put(name, integer(name, value, RequestError, low=low, high=high, remedy=remedy))
 
     @property
     def greedy(self) -> bool:
@@ -137,65 +147,43 @@ class SamplingParams:
                     )
 
 
-def _number(
-    name: str,
-    value: Any,
-    *,
-    low: float,
-    high: float = math.inf,
-    open_low: bool = False,
-    remedy: str,
-) -> None:
-    """Raise unless `value` is a finite number in [low, high] (or in (low, high])."""
-    numeric = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not numeric or not (low < value if open_low else low <= value) or value > high:
-        bottom = f"above {low:g}" if open_low else f"{low:g}"
-        allowed = f"{bottom} …" if high == math.inf else f"{bottom} … {high:g}"
-        raise RequestError(f"{name} is {value!r}; allowed: {allowed}; {remedy}")
-
-
-def _integer(name: str, value: Any, *, low: int | None = None, high: int | None = None, remedy: str) -> int:
-    """`value` if it is a whole number in [low, high]; raise otherwise."""
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or (low is not None and value < low)
-        or (high is not None and value > high)
-    ):
-        bounds = f" {'' if low is None else low} … {'' if high is None else high}".rstrip() if low is not None else ""
-        raise RequestError(f"{name} is {value!r}; allowed: a whole number{bounds}; {remedy}")
-    return value
-
-
 def _strings(stop: Any) -> tuple[str, ...]:
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else _listed("stop", stop, "strings")
     for text in strings:
         if not isinstance(text, str) or not text:
             raise RequestError(
-                f"stop contains {text!r}; allowed: non-empty strings; leave it out to stop at the end token"
+                f"stop contains {shown(text)}; allowed: non-empty strings; leave it out to stop at the end token"
             )
     return strings
 
 
 def _ids(token_ids: Any) -> tuple[int, ...]:
-    ids = () if token_ids is None else tuple(token_ids)
-    for token_id in ids:
-        _integer("stop_token_ids entry", token_id, low=0, remedy="use ids of the target's tokenizer")
-    return ids
+    ids = () if token_ids is None else _listed("stop_token_ids", token_ids, "token ids")
+    return tuple(_token_id("stop_token_ids entry", token_id) for token_id in ids)
+
+
+def _listed(name: str, values: Any, what: str) -> tuple[Any, ...]:
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} is {shown(values)}; allowed: a list of {what}; leave it out for none")
+    return tuple(values)
+
+
+def _token_id(name: str, value: Any) -> int:
+    return integer(name, value, RequestError, low=0, high=LARGEST_INT32, remedy="use ids of the target's tokenizer")
 
 
 def _bias(bias: Any) -> dict[int, float]:
     """Checked copy of a logit bias; JSON clients send the ids as strings."""
+    if bias is None:
+        return {}
     if not isinstance(bias, Mapping):
-        if bias is None:
-            return {}
-        raise RequestError(f"logit_bias is {bias!r}; allowed: a mapping from token id to a number")
+        raise RequestError(f"logit_bias is {shown(bias)}; allowed: a mapping from token id to a number; leave it out")
     checked: dict[int, float] = {}
     for key, value in bias.items():
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
-        _integer("logit_bias token id", token_id, low=0, remedy="use ids of the target's tokenizer")
-        _number(
-            f"logit_bias of token {token_id}", value, low=-100.0, high=100.0, remedy="-100 bans, 100 forces a token"
+        numeral = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
+        token_id = _token_id("logit_bias token id", int(key) if numeral else key)
+        remedy = "-100 bans, 100 forces a token"
+        checked[token_id] = number(
+            f"logit_bias of token {token_id}", value, RequestError, low=-100.0, high=100.0, remedy=remedy
         )
-        checked[token_id] = float(value)
     return checked

@@ -14,6 +14,7 @@ from typing import Any
 from surefoot.errors import SurefootError
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
+LARGEST_INT32, LARGEST_INT64 = (1 << 31) - 1, (1 << 63) - 1
 LONGEST_SHOWN = 60
 """Characters of a refused value that an error message shows."""
 

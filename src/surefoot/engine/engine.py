@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -28,6 +29,7 @@ from surefoot.engine.state import DeviceState
 from surefoot.engine.step import DecodeStep
 from surefoot.engine.trace import StepObserver, StepReport
 from surefoot.errors import ConfigurationError, RequestError
+from surefoot.machine import total_memory
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import Statistics
 from surefoot.targets.target import Target
@@ -76,7 +78,8 @@ class Engine:
         # A step in flight and the next one may both grow a request by a whole block.
         room = 2 * frontier
         num_blocks, window_blocks = _cache_blocks(target, drafter, options, self.max_model_len + room, frontier)
-        self.cache = PagedCache(
+        make_cache = partial(
+            PagedCache,
             target.layers,
             drafter.cache_layers if drafter else (),
             num_blocks=num_blocks,
@@ -85,8 +88,9 @@ class Engine:
             max_num_seqs=options.max_num_seqs,
             max_model_len=self.max_model_len + room,
             dtype=target.dtype,
-            device=target.device,
         )
+        _check_memory(make_cache(device="meta").num_bytes, target.device)
+        self.cache = make_cache(device=target.device)
         self.blocks = BlockManager(
             self.cache.groups, self.cache.group_blocks, options.block_size, prefix_reuse=options.prefix_reuse
         )
@@ -423,6 +427,16 @@ def _model_length(target: Target, options: EngineOptions) -> int:
             f"max_model_len={options.max_model_len} is outside 2 ... {limit}, what {target.name} can address"
         )
     return options.max_model_len
+
+
+def _check_memory(wanted: int, device: torch.device) -> None:
+    """Refuse a cache that cannot fit, rather than let the system end this process when the cache fills."""
+    memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total_memory()
+    if memory and wanted > memory:
+        raise ConfigurationError(
+            f"the cache takes {wanted / 2**30:.1f} GiB and there are {memory / 2**30:.1f} GiB of memory: lower num_blocks, "
+            "cache_bytes, max_num_seqs or max_model_len"
+        )
 
 
 def _cache_blocks(

@@ -19,7 +19,7 @@ from surefoot.engine.policy import PlannerName
 from surefoot.errors import ConfigurationError, DrafterError
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.planner import ForcedWidths
-from surefoot.validation import choice, flag, integer, number, shown
+from surefoot.validation import LARGEST_INT32, LARGEST_INT64, choice, flag, integer, number, shown
 
 LOOKUP_NAMES = ("auto", "prompt-lookup")
 DRAFTER_NAMES = (*LOOKUP_NAMES, "none")
@@ -27,7 +27,6 @@ COMBINED_PREFIX = "prompt-lookup+"
 """Before a checkpoint: prompt lookup and that drafter in one."""
 LONGEST_LOOKUP = 32
 LARGEST_BATCH, LARGEST_STEP, LARGEST_BLOCK = 4096, 1 << 20, 1024
-LARGEST_INT32, LARGEST_INT64 = (1 << 31) - 1, (1 << 63) - 1
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,11 @@ def is_drafter(checkpoint: str) -> bool:
         return False
     try:
         raw = json_module.loads(config.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False  # the reader of targets says what is wrong with it
-    if not isinstance(raw, dict):
-        return False
-    names = [raw.get("speculators_model_type"), *(raw.get("architectures") or ())]
-    return any("dspark" in str(name).lower() or "dflash" in str(name).lower() for name in names)
+    from surefoot.targets.checkpoint import drafter_architecture
+
+    return drafter_architecture(raw) is not None
 
 
 def _describe_drafter(checkpoint: str, target: str | None) -> tuple[dict[str, Any], list[str]]:

@@ -1,4 +1,4 @@
-"""surefoot's attention and cache behind transformers' own model code.
+"""surefoot's attention and cache, called by transformers' own model code.
 
 `AttentionInterface` lets a model graph call any attention function by name, and the graph hands its keys and values to
 whatever object it was given as a cache. One `PagedStep` per target pass plays both parts: `update` writes the pass's
@@ -23,8 +23,15 @@ ATTENTION_NAME = "surefoot"
 STEP_ARGUMENT = "surefoot_step"
 
 
+ASKS_FOR_POSITIONS = ("Llama4TextAttention",)
+"""Attention modules that add the cache's length to 0 ... T-1 to get the rows' positions."""
+
+
 class FlatCache:
     """What transformers asks of a cache, answered for a flat token axis: nothing is cached, no mask is needed.
+
+    A model asks once per pass, without a layer, and is told positions and masks otherwise. A layer that asks needs its own
+    answer: `probe` refuses it, unless it is one of `ASKS_FOR_POSITIONS`.
 
     The masks transformers would build are skipped altogether, because `ATTENTION_NAME` names no mask function: the
     attention knows from the batch which positions a row may see.
@@ -32,7 +39,7 @@ class FlatCache:
 
     is_compileable = False
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -63,6 +70,11 @@ class PagedStep(FlatCache):
         key_cache.index_copy_(0, slots, key[0].transpose(0, 1).to(key_cache.dtype))
         value_cache.index_copy_(0, slots, value[0].transpose(0, 1).to(value_cache.dtype))
         return key, value
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        """Of a layer: what each row has to add to its place on the flat axis to get its position, [T] int64."""
+        positions = self.batch.positions
+        return 0 if layer_idx is None else positions - torch.arange(len(positions), device=positions.device)
 
     def stores(self, dtype: torch.dtype) -> bool:
         """Whether keys and values of this dtype are cached as they are."""

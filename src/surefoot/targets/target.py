@@ -34,12 +34,15 @@ class Target:
         model, tokenizer: the transformers objects (`tokenizer` is None for a bare model).
         config: the language model's configuration.
         name: what the user calls it.
+        weights: what its weights are made of, such as `Q4_K_M GGUF, de-quantised to bfloat16`.
         layers: what each attention layer stores per position.
         max_model_len: positions the model can address.
         eos_token_ids: every token that ends a text.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, name: str | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any = None, *, name: str | None = None, weights: str | None = None
+    ) -> None:
         """Take over `model`: it is put into eval mode, frozen, and its attention is replaced by surefoot's.
 
         Raises:
@@ -51,6 +54,7 @@ class Target:
         self.model, self.tokenizer = model, tokenizer
         self.config = text_config(model.config)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self.weights = weights or f"{str(model.dtype).removeprefix('torch.')} in memory"
         self.layers: tuple[LayerSpec, ...] = self._shape.layers
         self.num_layers = len(self.layers)
         self.vocab_size: int = self.config.vocab_size

@@ -15,6 +15,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -72,6 +73,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "olmo2": lambda: Olmo2Config(**_SIZES),
     "smollm3": lambda: SmolLM3Config(**_SIZES, no_rope_layers=[1, 0, 1]),
+    "llama4": lambda: Llama4TextConfig(
+        **_SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=1,
+        interleave_moe_layer_step=2, layer_types=["full_attention"] * 3, no_rope_layers=[0, 1, 0], floor_scale=3,
+        attn_scale=0.7,
+    ),
     "gpt2": lambda: GPT2Config(
         vocab_size=64, n_positions=128, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2,
         initializer_range=0.3,

@@ -50,6 +50,7 @@ def tiny(kind: str, **changes: Any) -> Any:
         ("xglm", {"num_layers": 2, "attention_heads": 4, "d_model": 32, "ffn_dim": 48}, "AttentionInterface"),
         ("stablelm", {}, "does not pass keyword arguments on"),
         ("doge", {"keep_window_size": 8}, "masks positions in a way surefoot does not know"),
+        ("dory", {}, "surefoot's cache has no 'layers'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_reason(kind, changes, reason):
@@ -72,6 +73,38 @@ def test_a_recurrent_cache_is_recognised_by_what_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(model.model.layers[1], "forward", stateful)
     with pytest.raises(ModelError, match=r"recurrent state .*'update_conv_state' of its cache"):
         probe(model)
+
+
+def test_a_layer_that_asks_its_cache_for_positions_is_refused(monkeypatch):
+    """Rows of one pass belong to several requests: one length is the wrong answer for all but one of them."""
+    model = on_meta(CONFIGS["llama"]())
+    layer = model.model.layers[1]
+    original = layer.self_attn.forward
+
+    def asks(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        (kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]).get_seq_length(1)
+        return original(hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(layer.self_attn, "forward", asks)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM .*LlamaAttention asks its cache for 'get_seq_length'"):
+        probe(model)
+    assert not layer._forward_hooks
+    assert not layer._forward_pre_hooks
+
+
+def test_nothing_of_ours_stands_in_for_an_attribute_of_transformers_cache():
+    """What a model finds on its cache is an answer of the protocol, or missing and refused: never a field of surefoot's."""
+    from transformers import Cache, DynamicCache
+
+    from surefoot.targets.attention import FlatCache, PagedStep
+    from surefoot.targets.probe import _Recorder
+
+    answered = {name for name in vars(FlatCache) if not name.startswith("_")}
+    theirs = {name for name in {*dir(Cache), *dir(DynamicCache()), "layers"} if not name.startswith("__")}
+    recorder = _Recorder("Test")
+    ours = set(dir(recorder)) | set(dir(PagedStep)) | {"batch", "cache", "layer"}
+    assert ours & theirs <= answered
+    assert {name for name in vars(recorder) if not name.startswith("_")} == set()
 
 
 def test_an_encoder_decoder_is_refused():

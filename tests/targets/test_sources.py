@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,22 @@ from .flat import FlatRunner, random_model
 _HIDDEN, _WORDS = 32, 300
 
 
-def write_gguf(path: Path, *, tied: bool = False) -> dict[str, np.ndarray]:
-    """A two-layer Qwen2 with a byte-level vocabulary, in Q8_0 where a real file has it. Returns its tensors."""
+def write_gguf(
+    path: Path,
+    *,
+    tied: bool = False,
+    without: str | None = None,
+    extra: Mapping[str, tuple[int, ...]] | None = None,
+    prepare: Callable[[Any], None] = lambda writer: None,
+) -> dict[str, np.ndarray]:
+    """A two-layer Qwen2 with a byte-level vocabulary, in Q8_0 where a real file has it. Returns its tensors.
+
+    Args:
+        tied: without a head of its own.
+        without: a tensor that is left out.
+        extra: more tensors, by name and shape.
+        prepare: called with the writer, for more metadata or tensors.
+    """
     import gguf
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -43,6 +58,7 @@ def write_gguf(path: Path, *, tied: bool = False) -> dict[str, np.ndarray]:
     writer.add_head_count_kv(2)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     letters = list(bytes_to_unicode().values())
     merges = [f"{a} {b}" for a, b in itertools.pairwise(letters[:41])]
     merged = [merge.replace(" ", "") for merge in merges]
@@ -75,7 +91,10 @@ def write_gguf(path: Path, *, tied: bool = False) -> dict[str, np.ndarray]:
             f"blk.{i}.ffn_up.weight": (64, _HIDDEN),
             f"blk.{i}.ffn_down.weight": (_HIDDEN, 64),
         }
+    shapes |= extra or {}
+    shapes.pop(without or "", None)
     tensors = {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    prepare(writer)
     for name, tensor in tensors.items():
         if name.endswith("proj.weight") or name in ("token_embd.weight", "output.weight"):
             kind = gguf.GGMLQuantizationType.Q8_0
@@ -122,6 +141,7 @@ def wheels(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         parts=(("tiny-part1", "tiny_part1/data/part1.bin"), ("tiny-part2", "tiny_part2/data/part2.bin")),
         num_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
+        weights="Q8_0 GGUF",
         repository="surefoot-test/does-not-exist",
         extra="tiny",
         tied=True,
@@ -218,8 +238,7 @@ def test_two_conversions_at_once_both_succeed(wheels, own_cache, monkeypatch):
     finished: list[Path] = []
 
     def write(gguf: Path, result: Path, *rest: Any) -> None:
-        result.mkdir()
-        (result / "config.json").write_text("{}")
+        random_model("qwen3").save_pretrained(result)
         both_working.wait()
 
     monkeypatch.setattr(conversion, "_dequantise", write)
@@ -233,14 +252,81 @@ def test_two_conversions_at_once_both_succeed(wheels, own_cache, monkeypatch):
     assert leftovers(own_cache) == [wheels.directory.name]
 
 
-def test_what_a_killed_conversion_left_is_cleared_away(wheels, own_cache):
+def test_what_a_killed_conversion_left_is_cleared_away_at_the_next_start(wheels, own_cache):
+    """At once, because a lock tells whether anybody still works there; a living conversion is left alone."""
     import os
 
-    stale = own_cache / "targets" / ".converting-stale"
-    stale.mkdir(parents=True)
-    os.utime(stale, (0, 0))
+    from filelock import FileLock
+
+    for name in ("killed", "working", "old", "new"):
+        (own_cache / "targets" / f".converting-{name}").mkdir(parents=True)
+    (own_cache / "targets" / ".converting-killed" / "lock").touch()
+    os.utime(own_cache / "targets" / ".converting-old", (0, 0))  # of a version that locked nothing
+    with FileLock(own_cache / "targets" / ".converting-working" / "lock"):
+        load_target("tiny", quiet=True)
+        assert sorted(leftovers(own_cache)) == [".converting-new", ".converting-working", wheels.directory.name]
+
+
+@pytest.mark.parametrize("damage", ["model.safetensors", "config.json"])
+def test_a_damaged_conversion_is_set_aside_said_once_and_made_anew(wheels, own_cache, caplog, damage):
+    first = load_target("tiny", quiet=True)
+    file = wheels.directory / damage
+    file.write_bytes(file.read_bytes()[:-100])
+    second = load_target("tiny", quiet=True)
+    assert torch.equal(first.lm_head.weight, second.lm_head.weight)
+    said = [record.getMessage() for record in caplog.records if "set aside" in record.getMessage()]
+    assert len(said) == 1
+    assert damage in said[0]
+    assert sorted(leftovers(own_cache)) == [wheels.directory.name, f"{wheels.directory.name}.damaged"]
+    caplog.clear()
     load_target("tiny", quiet=True)
-    assert leftovers(own_cache) == [wheels.directory.name]
+    assert not caplog.records
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(wheels, own_cache):
+    """The real writer, stopped by the operating system's limit on the size of a file."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (wheels.num_bytes + 1000, before[1]))  # the joined GGUF fits
+        file = own_cache / "probe"
+        own_cache.mkdir(exist_ok=True)
+        with pytest.raises(OSError, match="large"):
+            file.write_bytes(bytes(wheels.num_bytes + 2000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+        with pytest.raises(
+            ModelError, match=r"de-quantising into .* failed .*free some space there, or set SUREFOOT_CACHE"
+        ) as e:
+            load_target("tiny", quiet=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(e.value)
+    assert leftovers(own_cache) == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(gguf_file, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        ModelError, match=r"failed \(Not a directory\); .*SUREFOOT_CACHE to a directory that is writable"
+    ):
+        load_target(str(gguf_file), quiet=True)
+
+
+def test_a_gguf_without_a_weight_is_refused(tmp_path):
+    """transformers would write random numbers in its place, and the next start would find nothing missing."""
+    path = tmp_path / "gap.gguf"
+    write_gguf(path, without="blk.1.ffn_up.weight")
+    with pytest.raises(ModelError, match=r"lacks 1 weights of Qwen2ForCausalLM .*layers\.1\.mlp\.up_proj"):
+        load_target(str(path), quiet=True)
+
+
+def test_a_gguf_with_a_weight_too_many_is_refused(tmp_path):
+    path = tmp_path / "more.gguf"
+    write_gguf(path, extra={"blk.0.attn_output.bias": (_HIDDEN,)})
+    with pytest.raises(ModelError, match=r"no place for blk\.0\.attn_output\.bias"):
+        load_target(str(path), quiet=True)
 
 
 def test_a_truncated_gguf_is_refused(gguf_file, tmp_path, own_cache):
@@ -282,12 +368,39 @@ def test_a_misspelt_alias_is_corrected_without_a_hub(no_hub):
         load_target("gemma-270m")
 
 
-def test_an_alias_without_wheels_and_without_hub_says_what_to_install(no_hub, monkeypatch):
-    alias = Alias("absent", (("no-such-wheel", "x"),), 1, "0" * 64, "surefoot-test/does-not-exist", "demo", True)
+def test_an_alias_without_wheels_says_what_to_install_and_never_means_other_weights(monkeypatch):
+    """No look at the hub: the official weights of the same model have a name of their own."""
+    from huggingface_hub import HfApi
+
+    def reached(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the hub was asked for an alias")
+
+    monkeypatch.setattr(HfApi, "model_info", reached)
+    alias = Alias(
+        "absent", (("no-such-wheel", "x"),), 1, "0" * 64, "Q4_K_M GGUF", "surefoot-test/official", "demo", True
+    )
     monkeypatch.setitem(ALIASES, "absent", alias)
-    assert locate("absent").repository == "surefoot-test/does-not-exist"
-    with pytest.raises(ModelError, match=r'hub cannot be reached, or run: pip install "surefoot\[demo\]"'):
-        load_target("absent")
+    expected = (
+        r"""is the Q4_K_M GGUF of wheels .* pip install "surefoot\[demo\]" .* or give surefoot-test/official for"""
+    )
+    for load in (load_target, describe_target, locate):
+        with pytest.raises(ModelError, match=expected) as caught:
+            load("absent")
+        assert "\n" not in str(caught.value)
+
+
+def test_every_target_says_what_its_weights_are(wheels, gguf_file, checkpoint):
+    expected = {"tiny": "Q8_0 GGUF", str(gguf_file): "Q8_0 GGUF"}
+    for name, weights in expected.items():
+        assert describe_target(name, quiet=True).weights == f"{weights}, de-quantised to bfloat16"
+        assert load_target(name, quiet=True).weights == f"{weights}, de-quantised to bfloat16"
+    assert describe_target(str(checkpoint)).weights == "float32 safetensors"
+    assert load_target(str(checkpoint), dtype="bfloat16").weights == "float32 safetensors"
+
+
+def test_the_aliases_say_that_they_are_quantised():
+    assert ALIASES["qwen2.5-coder-0.5b"].weights == "Q4_K_M GGUF made from an AWQ checkpoint"
+    assert ALIASES["gemma3-270m"].weights == "Q4_K_M GGUF"
 
 
 def test_a_complete_snapshot_is_used_without_asking_the_hub(no_hub, monkeypatch, tmp_path, checkpoint):

@@ -14,6 +14,8 @@ from surefoot.errors import ModelError
 
 PROVENANCE_FILE = "surefoot-weights.json"
 """Beside weights that surefoot converted: what they were made from."""
+FLOAT8_WEIGHTS = ("float8_e4m3fn", "float8_e5m2")
+"""Types of weights that need a scale (float8_e8m0fnu is a type of scales)."""
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _DRAFTER_NAMES = ("dspark", "dflash", "eagle", "medusa")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -120,7 +122,7 @@ def _headers(file: Path) -> Iterator[tuple[str, TensorHeader]]:
 def describe_weights(directory: Path, name: str) -> str:
     """The format of a checkpoint's weights as one phrase: `bfloat16 safetensors`, or what a conversion noted.
 
-    A quantised checkpoint is named by the smallest type that its matrices have.
+    Float8 is named where any matrix has it, the most frequent type otherwise.
     """
     try:
         return str(json.loads((directory / PROVENANCE_FILE).read_text(encoding="utf-8"))["weights"])
@@ -129,8 +131,10 @@ def describe_weights(directory: Path, name: str) -> str:
     matrices = [header.dtype for header in tensor_headers(directory, name).values() if len(header.shape) >= 2]
     if not matrices:
         return "PyTorch pickle"
-    counts = {dtype: matrices.count(dtype) for dtype in matrices}
-    return f"{max(counts, key=lambda dtype: counts[dtype])} safetensors"
+    common = max(dict.fromkeys(matrices), key=matrices.count)
+    if float8 := next((dtype for dtype in matrices if dtype in FLOAT8_WEIGHTS), None):
+        return f"{float8} safetensors, de-quantised"
+    return f"{common} safetensors"
 
 
 def first_line(error: BaseException) -> str:

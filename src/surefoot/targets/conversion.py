@@ -221,7 +221,7 @@ def _check_tensors(gguf_path: Path, model: Any, missing: Collection[str], name: 
             "download it again"
         )
     reader = gguf.GGUFReader(gguf_path)
-    architecture = str(reader.get_field("general.architecture").contents())  # type: ignore[union-attr]
+    architecture = str(reader.get_field("general.architecture").contents())
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     known = get_gguf_hf_weights_map(model, processor)
     for tensor in reader.tensors:

@@ -106,6 +106,8 @@ def describe_target(name: str, *, trust_remote_code: bool = False, quiet: bool =
         directory = prepare(source, quiet=quiet, with_code=trust_remote_code)
     config = _read_config(directory, name, trust_remote_code, gguf)
     text = text_config(config)
+    stored = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    dtype = stored if isinstance(stored, torch.dtype) and stored.itemsize > 1 else torch.bfloat16
     tokenizer = None
     limit: int | None = None
     reason: str | None = None
@@ -125,8 +127,6 @@ def describe_target(name: str, *, trust_remote_code: bool = False, quiet: bool =
         reason = str(error)
     except Exception as error:  # whatever an architecture's own code makes of its configuration
         reason = build_failure(config, error)
-    stored = getattr(config, "dtype", None) or getattr(text, "dtype", None)
-    dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     stated = getattr(text, "max_position_embeddings", None) or 0
     try:
         return TargetDescription(

@@ -92,7 +92,7 @@ class Source:
     kind: Literal["directory", "gguf", "wheels", "hub"]
     path: Path | None = None  # directory, gguf
     repository: str | None = None  # hub
-    alias: Alias | None = None  # wheels
+    alias: Alias | None = None  # what was typed was an alias
 
 
 def locate(name: str) -> Source:
@@ -102,7 +102,9 @@ def locate(name: str) -> Source:
         ModelError: nothing that is known by this name, or an alias whose wheels are not installed.
     """
     if alias := ALIASES.get(name):
-        if not alias.directory.is_dir() and _parts(alias) is None:
+        if alias.directory.is_dir():
+            return Source(name, "directory", path=alias.directory, alias=alias)
+        if _parts(alias) is None:
             raise ModelError(_wheels_missing(alias))
         return Source(name, "wheels", alias=alias)
     path = Path(name).expanduser()
@@ -132,7 +134,7 @@ def prepare(source: Source, *, quiet: bool = False, with_code: bool = False) -> 
     Raises:
         ModelError: unreadable or truncated files, a digest that does not match, or no hub at hand.
     """
-    if source.kind == "directory":
+    if source.kind == "directory" and source.alias is None:
         assert source.path is not None
         check_checkpoint(source.path, source.name)
         return source.path

@@ -6,6 +6,8 @@ both are looked at here. Float8 weights are multiplied by their scales while the
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,11 +20,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from surefoot.errors import ModelError
-from surefoot.targets.checkpoint import TensorHeader, first_line, tensor_headers
+from surefoot.targets.checkpoint import FLOAT8_WEIGHTS, TensorHeader, first_line, tensor_headers
 
 log = logging.getLogger(__name__)
 
-_FLOAT8_WEIGHTS = ("float8_e4m3fn", "float8_e5m2")
 _BLOCK = 128  # of block-scaled float8 checkpoints whose configuration states no block size
 _SCALE_ENDINGS = ("_scale", "_scale_inv")
 _SCALE_LIKE = re.compile(
@@ -66,33 +67,22 @@ def read_model(
         ModelError: weights that are missing, left over, unscaled, not finite, or that transformers cannot read.
     """
     headers = tensor_headers(directory, name)
-    float8 = [tensor for tensor, header in headers.items() if header.dtype in _FLOAT8_WEIGHTS]
+    float8 = [tensor for tensor, header in headers.items() if header.dtype in FLOAT8_WEIGHTS]
     options: dict[str, Any] = {
         "attn_implementation": attention, "output_loading_info": True, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
     try:
-        if float8:
-            block = _block_size(getattr(config, "quantization_config", None))
-            target_dtype = _unquantised_dtype(config, dtype)
-            state = dequantise_float8(headers, name, target_dtype, block)
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config  # the weights are not quantised any more
-            model, info = AutoModelForCausalLM.from_pretrained(
-                None, config=config, state_dict=state, dtype=target_dtype, **options
-            )
-            if (directory / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(directory)
-        else:
-            model, info = AutoModelForCausalLM.from_pretrained(str(directory), config=config, dtype=dtype, **options)
+        with _silenced():
+            if float8:
+                model, info = _read_float8(directory, config, headers, name, dtype, options)
+            else:
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    str(directory), config=config, dtype=dtype, **options
+                )
     except ModelError:
         raise
     except Exception as error:  # whatever a damaged file, or an architecture's own code, makes of it
         raise ModelError(f"target '{name}' cannot be loaded: {build_failure(config, error)}") from error
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
     check_keys(model, info, name, directory)
     check_finite(model, name)
     warn_of_float16(model, name)
@@ -113,6 +103,20 @@ def build_failure(config: Any, error: BaseException) -> str:
             "choose a checkpoint with .safetensors"
         )
     return f"transformers cannot build {architecture} ({first_line(error)}); choose another model"
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Without transformers' bars and its report on keys, which `check_keys` judges in their place."""
+    shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 # -- float8 ----------------------------------------------------------------------------------------------------------------
@@ -138,7 +142,7 @@ def dequantise_float8(
 
     scales: dict[str, str] = {}  # weight -> its scale
     for tensor, header in headers.items():
-        if header.dtype in _FLOAT8_WEIGHTS:
+        if header.dtype in FLOAT8_WEIGHTS:
             found = [tensor + ending for ending in _SCALE_ENDINGS if tensor + ending in headers]
             if not found:
                 raise ModelError(
@@ -158,6 +162,32 @@ def dequantise_float8(
             value = _scaled(value, scale, block, f"target '{name}': {scales[tensor]}")
         state[tensor] = value.to(dtype) if value.is_floating_point() and tensor not in used else value
     return state
+
+
+def _read_float8(
+    directory: Path,
+    config: Any,
+    headers: Mapping[str, TensorHeader],
+    name: str,
+    dtype: torch.dtype | str,
+    options: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """Model and loading report of a float8 checkpoint, whatever its configuration says about quantisation."""
+    block = _block_size(getattr(config, "quantization_config", None))
+    chosen = _unquantised_dtype(config, dtype)
+    state = dequantise_float8(headers, name, chosen, block)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are not quantised any more
+    with torch.device("meta"):
+        trusted = options["trust_remote_code"]
+        architecture: Any = type(
+            AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=chosen, trust_remote_code=trusted)
+        )
+    options = {key: value for key, value in options.items() if key != "trust_remote_code"}
+    model, info = architecture.from_pretrained(None, config=config, state_dict=state, dtype=chosen, **options)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model, info
 
 
 def _scaled(weight: Tensor, scale: Tensor, block: tuple[int, int] | None, what: str) -> Tensor:

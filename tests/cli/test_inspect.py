@@ -65,6 +65,8 @@ def test_a_target_is_described_without_its_weights(run: Callable[..., Any], chec
     assert (found["num_layers"], found["hidden_size"], found["servable"]) == (2, 32, True)
     text = run("inspect", str(checkpoints / "target")).stdout
     assert "2 full" in text
+    assert found["weights"] == "float32 safetensors"
+    assert "float32 safetensors" in text
     assert "LlamaForCausalLM" in text
 
 
@@ -143,6 +145,37 @@ def test_what_is_nothing_is_one_line_with_the_remedy(run: Callable[..., Any]) ->
     assert result.exit_code == 2
     assert "no-such-model" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_drafter_is_not_inspected_as_a_target_and_not_served_as_one(
+    run: Callable[..., Any], checkpoints: Path
+) -> None:
+    drafter = str(checkpoints / "drafter")
+    result = run("generate", "x", "--model", drafter)
+    assert result.exit_code == 2
+    assert "is a drafter (" in result.stderr
+    assert f"--drafter {drafter}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "x"), ("chat",), ("profile",), ("bench", "decode"), ("bench", "throughput"), ("demo",)]
+)
+def test_every_command_takes_the_remedy_for_checkpoints_with_code(
+    run: Callable[..., Any], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """Refused without the option, whatever standard input says; with it, the code is looked for (and is not there)."""
+    config = {"model_type": "own-model", "auto_map": {"AutoConfig": "own.OwnConfig"}, "architectures": ["Own"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    trace = tmp_path / "the-code-ran"
+    (tmp_path / "own.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).touch()\n")
+    refused = run(*command, "--model", str(tmp_path), stdin="y\n" * 9)
+    assert refused.exit_code == 2
+    assert refused.stderr.count("\n") == 1
+    assert "--trust-remote-code" in refused.stderr
+    assert not trace.exists()
+    assert run(*command, "--model", str(tmp_path), "--trust-remote-code").exit_code == 2  # `own.py` has no OwnConfig
+    assert trace.exists()
 
 
 def test_a_target_has_no_target(run: Callable[..., Any], checkpoints: Path) -> None:

@@ -38,6 +38,7 @@ class CheapTarget:
             return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
         self.name, self.vocab_size, self.num_layers = f"cheap-{windows}", vocab_size, len(windows)
+        self.weights = "float32 in memory"
         self.config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=vocab_size, num_hidden_layers=len(windows))
         self.layers = tuple(LayerSpec.attention(HEADS, HEAD_DIM, HEAD_DIM, window) for window in windows)
         self.embed_tokens = nn.Embedding(vocab_size, HIDDEN, _weight=random(vocab_size, HIDDEN) * 4)

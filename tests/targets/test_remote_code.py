@@ -64,7 +64,8 @@ def with_code(tmp_path: Path, trace: Path) -> Path:
 @pytest.mark.parametrize("load", [load_target, describe_target, load_untouched])
 def test_a_checkpoint_with_code_is_refused_and_its_code_does_not_run(load: Callable[[str], Any], with_code, trace):
     with pytest.raises(
-        ModelError, match=r"needs Python code that lies in its checkpoint: pass --trust-remote-code"
+        ModelError,
+        match=r"needs Python code that lies in its checkpoint: pass trust_remote_code \(--trust-remote-code\)",
     ) as e:
         load(str(with_code))
     assert "\n" not in str(e.value)

@@ -37,6 +37,7 @@ def decode(
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     drafter: options.Drafter = "auto",
     cost_table: options.CostTable = "auto",
     prompts: Annotated[
@@ -67,6 +68,7 @@ def decode(
         "device": "cpu",
         "dtype": dtype,
         "threads": threads,
+        "trust_remote_code": trust_remote_code,
     }
     llm = options.load_llm(model, drafter=drafter, quantize=None, **common)
     if (tokenizer := llm.target.tokenizer) is None:
@@ -76,7 +78,7 @@ def decode(
     from surefoot.bench.decode import measure_decode
     from surefoot.targets.loading import load_untouched
 
-    plain = load_untouched(model, dtype=dtype)
+    plain = load_untouched(model, dtype=dtype, trust_remote_code=trust_remote_code)
     with progress_bar("benchmark") as show:
         found = measure_decode(plain, llm, quantized, [prompt.tokens(tokenizer) for prompt in asked], max_tokens, show)
     facts = {
@@ -144,6 +146,7 @@ def throughput(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     quantize: options.Quantize = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     drafter: options.Drafter = "auto",
     gamma: options.Gamma = None,
     cost_table: options.CostTable = "auto",
@@ -186,6 +189,7 @@ def throughput(
         dtype=dtype,
         threads=threads,
         quantize=quantize,
+        trust_remote_code=trust_remote_code,
         seed=SEED,
     )
     from surefoot.bench.throughput import build_arms, measure_throughput

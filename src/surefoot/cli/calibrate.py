@@ -30,6 +30,7 @@ def calibrate(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     quantize: options.Quantize = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     gamma: options.Gamma = None,
     prompts: Annotated[
         Path | None,
@@ -76,6 +77,7 @@ def calibrate(
         dtype=dtype,
         threads=threads,
         quantize=quantize,
+        trust_remote_code=trust_remote_code,
         seed=seed,
         max_num_seqs=max_num_seqs,
     )

@@ -31,6 +31,7 @@ def chat(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     quantize: options.Quantize = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     drafter: options.Drafter = "auto",
     gamma: options.Gamma = None,
     width: options.Width = "auto",
@@ -70,6 +71,7 @@ def chat(
         dtype=dtype,
         threads=threads,
         quantize=quantize,
+        trust_remote_code=trust_remote_code,
         seed=seed,
         max_model_len=max_model_len,
     )

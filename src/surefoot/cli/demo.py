@@ -47,6 +47,7 @@ def demo(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     quantize: options.Quantize = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     drafter: options.Drafter = "auto",
     gamma: options.Gamma = None,
     width: options.Width = "auto",
@@ -77,6 +78,7 @@ def demo(
         dtype=dtype,
         threads=threads,
         quantize=quantize,
+        trust_remote_code=trust_remote_code,
     )
     try:
         measure_missing(llm, cost_table)

@@ -44,6 +44,7 @@ def evaluate(
     ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -65,7 +66,7 @@ def evaluate(
     set_threads(threads)
     workloads = load_workloads(prompts, limit)
     check_unseen(directory, workloads)  # before seconds go into weights
-    loaded = serving_target(target, device=device, dtype=dtype, quiet=json)
+    loaded = serving_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quiet=json)
     with Progress("evaluate", not json) as progress:
         report = measure(
             loaded, directory, workloads, where, progress,

@@ -42,6 +42,7 @@ def inspect(
     hardware: Annotated[
         bool, typer.Option("--hardware", help="Cores, vector units, native kernels, measured stream rate.")
     ] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Say what MODEL_OR_DRAFTER is, without loading its weights; exit code 1 if it cannot be served or does not fit."""
@@ -50,7 +51,7 @@ def inspect(
     report: dict[str, Any] = {}
     problems: list[str] = []
     if checkpoint is not None:
-        report["checkpoint"], problems = describe(checkpoint, target)
+        report["checkpoint"], problems = describe(checkpoint, target, trust_remote_code)
     if hardware:
         from surefoot.profiling.hardware import inspect_hardware
 
@@ -63,7 +64,9 @@ def inspect(
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
-def describe(checkpoint: str, target: str | None = None) -> tuple[dict[str, Any], list[str]]:
+def describe(
+    checkpoint: str, target: str | None = None, trust_remote_code: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """Facts about a checkpoint, JSON-ready, and the reasons why it cannot be used.
 
     Raises:
@@ -75,7 +78,7 @@ def describe(checkpoint: str, target: str | None = None) -> tuple[dict[str, Any]
         return facts, []
     on_hub = _HUB_ID.fullmatch(checkpoint) is not None and not Path(checkpoint).exists()
     if is_drafter(checkpoint) or (on_hub and target is not None):
-        return _describe_drafter(checkpoint, target)
+        return _describe_drafter(checkpoint, target, trust_remote_code)
     if target is not None:
         raise ConfigurationError(
             f"--target checks a drafter, and {checkpoint!r} is none: give a drafter's directory, or leave --target out"
@@ -83,7 +86,7 @@ def describe(checkpoint: str, target: str | None = None) -> tuple[dict[str, Any]
     from surefoot.targets.loading import describe_target
 
     try:
-        described = describe_target(checkpoint)
+        described = describe_target(checkpoint, trust_remote_code=trust_remote_code)
     except ModelError:
         if not on_hub:
             raise
@@ -108,7 +111,9 @@ def is_drafter(checkpoint: str) -> bool:
     return drafter_architecture(raw) is not None
 
 
-def _describe_drafter(checkpoint: str, target: str | None) -> tuple[dict[str, Any], list[str]]:
+def _describe_drafter(
+    checkpoint: str, target: str | None, trust_remote_code: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     from surefoot.drafters.checkpoint import describe_checkpoint
     from surefoot.drafters.config import fit_problems
 
@@ -121,7 +126,7 @@ def _describe_drafter(checkpoint: str, target: str | None) -> tuple[dict[str, An
         return facts, problems
     from surefoot.targets.loading import describe_target
 
-    against = describe_target(target)
+    against = describe_target(target, trust_remote_code=trust_remote_code)
     shape = SimpleNamespace(
         hidden_size=against.hidden_size, vocab_size=against.vocab_size, num_hidden_layers=against.num_layers
     )

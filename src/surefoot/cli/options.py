@@ -62,6 +62,14 @@ Dtype = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", help="CPU threads.", show_default="physical cores", rich_help_panel=_MODEL)
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python code that the checkpoint brings. Without it, none runs.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Quantize = Annotated[
     str | None,
     typer.Option("--quantize", help="int8 stores the target's weights in 8 bits.", rich_help_panel=_MODEL),
@@ -192,6 +200,7 @@ def load_llm(
     dtype: str | None,
     threads: int | None,
     quantize: str | None,
+    trust_remote_code: bool = False,
     seed: int | None = None,
     max_num_seqs: int = 1,
     trace: Path | None = None,
@@ -225,6 +234,7 @@ def load_llm(
         dtype=dtype,
         threads=threads,
         quantize=quantize,
+        trust_remote_code=trust_remote_code,
         seed=seed,
         max_num_seqs=max_num_seqs,
         trace=trace,

@@ -33,6 +33,7 @@ def profile(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     quantize: options.Quantize = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     drafter: options.Drafter = "auto",
     gamma: options.Gamma = None,
     max_num_seqs: Annotated[
@@ -56,6 +57,7 @@ def profile(
         dtype=dtype,
         threads=threads,
         quantize=quantize,
+        trust_remote_code=trust_remote_code,
         max_num_seqs=max_num_seqs,
     )
     from surefoot.engine.fingerprint import table_path

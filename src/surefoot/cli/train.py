@@ -68,6 +68,7 @@ def train(
     layout: Annotated[str, _run("--layout", help="Of the checkpoint: deepspec or speculators.")] = "deepspec",
     device: options.Device = None,
     dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     threads: options.Threads = None,
     json: options.Json = False,
     prompts: Annotated[
@@ -179,7 +180,9 @@ def train(
     stages = tuple(stage or STAGES)
     if unknown := [name for name in stages if name not in STAGES]:
         raise ConfigurationError(f"stage is {unknown[0]!r}; allowed: {', '.join(STAGES)}")
-    pipeline = prepare(target, run, output, device=device, dtype=dtype, show=not json)
+    pipeline = prepare(
+        target, run, output, device=device, dtype=dtype, trust_remote_code=trust_remote_code, show=not json
+    )
     record = pipeline.run(stages)
     pipeline.ranks.leave()
     if not pipeline.ranks.first:

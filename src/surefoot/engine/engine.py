@@ -142,6 +142,7 @@ class Engine:
         """What the engine was assembled from."""
         return {
             "target": self.target.name,
+            "target_weights": self.target.weights,
             "drafter": self.drafter.name if self.drafter else "none",
             "gamma": self.gamma,
             "planner": self.policy.describe(),
@@ -254,9 +255,14 @@ class Engine:
         if not tokens:
             raise RequestError("the prompt has no tokens: give at least one")
         if len(tokens) >= self.max_model_len:
+            limit = self.target.max_model_len
+            remedy = (
+                f"shorten it, or raise max_model_len (--max-model-len) to at most {limit}"
+                if self.max_model_len < limit
+                else "shorten it; the model itself can address no more"
+            )
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, this engine serves at most {self.max_model_len} with the answer: "
-                f"shorten it or raise max_model_len (--max-model-len)"
+                f"the prompt has {len(tokens)} tokens, this engine serves at most {self.max_model_len} with the answer: {remedy}"
             )
         vocab = self.target.vocab_size
         params.check_vocabulary(vocab)

@@ -51,7 +51,12 @@ def load(model: str | Path | Target, options: EngineOptions) -> Loaded:
     if isinstance(model, Target):
         target = model
     else:
-        target = load_target(str(model), dtype=options.dtype, device=str(options.torch_device))
+        target = load_target(
+            str(model),
+            dtype=options.dtype,
+            device=str(options.torch_device),
+            trust_remote_code=options.trust_remote_code,
+        )
         applied = optimise(target.model, quantize=cast("Quantization | None", options.quantize))
         if options.quantize is not None and not applied:
             raise ConfigurationError(

@@ -41,6 +41,7 @@ class EngineOptions:
             `"0,3,1"` rotates through widths step by step.
         device: `cpu`, `cuda`, `cuda:1` ...; None takes CUDA where there is one.
         dtype: of the target: `bfloat16`, `float16`, `float32` or a `torch.dtype`; None takes the checkpoint's own.
+        trust_remote_code: run Python code that the target's checkpoint brings; without it, none runs and nobody is asked.
         quantize: `int8` stores the target's weights in 8 bits; the output is then exact for that quantised target.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: rows of one step.
@@ -70,6 +71,7 @@ class EngineOptions:
     width: int | str | None = None
     device: str | None = None
     dtype: str | torch.dtype | None = None
+    trust_remote_code: bool = False
     quantize: str | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
@@ -164,7 +166,7 @@ class EngineOptions:
         self._integer("threads", 1, os.cpu_count() or 1, "leave it out for all physical cores", optional=True)
         self._integer("seed", -(2**63), 2**64 - 1, "leave it out for a fresh one", optional=True)
         choice("graphs", self.graphs, get_args(GraphMode), ConfigurationError, remedy="auto is the default")
-        for name in ("prefix_reuse", "check_layout"):
+        for name in ("trust_remote_code", "prefix_reuse", "check_layout"):
             self._put(name, flag(name, getattr(self, name), ConfigurationError))
         if self.overlap is not None:
             self._put("overlap", flag("overlap", self.overlap, ConfigurationError))
@@ -274,6 +276,7 @@ class EngineArguments(TypedDict, total=False):
     width: int | str | None
     device: str | None
     dtype: str | torch.dtype | None
+    trust_remote_code: bool
     quantize: str | None
     max_num_seqs: int
     max_num_batched_tokens: int

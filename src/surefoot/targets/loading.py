@@ -82,13 +82,15 @@ def load_target(
     return Target(model.to(place), tokenizer, name=name, weights=weights_of(source, directory))
 
 
-def load_untouched(name: str, *, dtype: torch.dtype | str | None = None, quiet: bool = False) -> Any:
+def load_untouched(
+    name: str, *, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False, quiet: bool = False
+) -> Any:
     """The same model as transformers makes it, on the CPU: what `load_target`'s is compared with. Raises as that does."""
     chosen = _dtype(dtype)
-    directory = prepare(locate(name), quiet=quiet)
-    config = _read_config(directory, name)
+    directory = prepare(locate(name), quiet=quiet, with_code=trust_remote_code)
+    config = _read_config(directory, name, trust_remote_code)
     check_config(config)
-    return read_model(directory, config, name, dtype=chosen, attention=None, trust_remote_code=False).eval()
+    return read_model(directory, config, name, dtype=chosen, attention=None, trust_remote_code=trust_remote_code).eval()
 
 
 def describe_target(name: str, *, trust_remote_code: bool = False, quiet: bool = False) -> TargetDescription:
@@ -162,8 +164,8 @@ def _read_config(directory: Path, name: str, trust_remote_code: bool = False, gg
     except Exception as error:  # wrong types in the file end as any exception
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"target '{name}' needs Python code that lies in its checkpoint: pass --trust-remote-code if you trust its "
-                "author, or choose another model"
+                f"target '{name}' needs Python code that lies in its checkpoint: pass trust_remote_code (--trust-remote-code) if you trust "
+                "its author, or choose another model"
             ) from error
         raise ModelError(
             f"target '{name}': transformers does not know this configuration ({first_line(error)}); update "
@@ -189,7 +191,7 @@ def _read_tokenizer(directory: Path, name: str, trust_remote_code: bool = False,
     except Exception as error:  # the tokenizers library raises bare exceptions for damaged files
         what = gguf.name if gguf else present[0]
         if "trust_remote_code" in str(error):
-            reason = "needs Python code that lies in the checkpoint: pass --trust-remote-code if you trust its author"
+            reason = "needs Python code that lies in the checkpoint: pass trust_remote_code (--trust-remote-code) if you trust its author"
         elif isinstance(error, ImportError):
             reason = f"needs a package that is not installed ({first_line(error)})"
         else:

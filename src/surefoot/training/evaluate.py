@@ -101,6 +101,7 @@ def evaluate(
         "format": "surefoot-evaluation",
         "version": 1,
         "target": target.name,
+        "target_weights": target.weights,
         "drafter": str(drafter),
         "weights": weights_digest(drafter),
         "gamma": engine.gamma,

@@ -40,13 +40,20 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def serving_target(name: str, *, device: str | None = None, dtype: str | None = None, quiet: bool = False) -> Target:
+def serving_target(
+    name: str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    quiet: bool = False,
+) -> Target:
     """A target packed for its device, as `surefoot.LLM` loads it."""
     from surefoot.targets.loading import load_target
     from surefoot.targets.optimise import optimise
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target = load_target(name, dtype=dtype, device=where, quiet=quiet)
+    target = load_target(name, dtype=dtype, device=where, trust_remote_code=trust_remote_code, quiet=quiet)
     optimise(target.model)
     return target
 

@@ -319,6 +319,7 @@ class Pipeline:
                 "version": 1,
                 "target": {
                     "name": self.target.name,
+                    "weights": self.target.weights,
                     "identity": target_identity(self.target),
                     "dtype": str(self.target.dtype).removeprefix("torch."),
                     "vocab_size": self.target.vocab_size,
@@ -364,7 +365,14 @@ def mask_token(target: Target) -> int:
 
 
 def prepare(
-    target: str, run: Run, output: str | Path, *, device: str | None = None, dtype: str | None = None, show: bool = True
+    target: str,
+    run: Run,
+    output: str | Path,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    show: bool = True,
 ) -> Pipeline:
     """Load a target by name, copy what the drafter begins with, and pack it for serving.
 
@@ -379,7 +387,7 @@ def prepare(
         if where == "cuda":
             where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
             torch.cuda.set_device(where)
-    loaded = load_target(target, dtype=dtype, device=where, quiet=not show)
+    loaded = load_target(target, dtype=dtype, device=where, trust_remote_code=trust_remote_code, quiet=not show)
     anatomy = dissect(loaded, run.shape.layers)
     optimise(loaded.model)
     return Pipeline(loaded, anatomy, run, output, show=show)

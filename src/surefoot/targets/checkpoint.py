@@ -16,6 +16,7 @@ PROVENANCE_FILE = "surefoot-weights.json"
 """Beside weights that surefoot converted: what they were made from."""
 FLOAT8_WEIGHTS = ("float8_e4m3fn", "float8_e5m2")
 """Types of weights that need a scale (float8_e8m0fnu is a type of scales)."""
+TRUST = "pass trust_remote_code (--trust-remote-code) if you trust its author"
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _DRAFTER_NAMES = ("dspark", "dflash", "eagle", "medusa")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from surefoot.cache.paged import LayerSpec
 from surefoot.errors import ConfigurationError, ModelError
 from surefoot.targets.attention import ATTENTION_NAME
-from surefoot.targets.checkpoint import first_line
+from surefoot.targets.checkpoint import TRUST, first_line
 from surefoot.targets.conversion import describe_gguf
 from surefoot.targets.probe import architecture_name, check_config, probe, text_config
 from surefoot.targets.rope_scaling import apply_rope_scaling
@@ -164,8 +164,7 @@ def _read_config(directory: Path, name: str, trust_remote_code: bool = False, gg
     except Exception as error:  # wrong types in the file end as any exception
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"target '{name}' needs Python code that lies in its checkpoint: pass trust_remote_code (--trust-remote-code) if you trust "
-                "its author, or choose another model"
+                f"target '{name}' needs Python code that lies in its checkpoint: {TRUST}, or choose another model"
             ) from error
         raise ModelError(
             f"target '{name}': transformers does not know this configuration ({first_line(error)}); update "
@@ -191,7 +190,7 @@ def _read_tokenizer(directory: Path, name: str, trust_remote_code: bool = False,
     except Exception as error:  # the tokenizers library raises bare exceptions for damaged files
         what = gguf.name if gguf else present[0]
         if "trust_remote_code" in str(error):
-            reason = "needs Python code that lies in the checkpoint: pass trust_remote_code (--trust-remote-code) if you trust its author"
+            reason = f"needs Python code that lies in the checkpoint: {TRUST}"
         elif isinstance(error, ImportError):
             reason = f"needs a package that is not installed ({first_line(error)})"
         else:

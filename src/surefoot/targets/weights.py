@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from surefoot.errors import ModelError
-from surefoot.targets.checkpoint import FLOAT8_WEIGHTS, TensorHeader, first_line, tensor_headers
+from surefoot.targets.checkpoint import FLOAT8_WEIGHTS, TRUST, TensorHeader, first_line, tensor_headers
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def build_failure(config: Any, error: BaseException) -> str:
     """Why transformers could not make a model, with its architecture and what to do."""
     architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if "trust_remote_code" in str(error):
-        return f"{architecture} needs Python code of the checkpoint: pass trust_remote_code (--trust-remote-code) if you trust its author"
+        return f"{architecture} needs Python code of the checkpoint: {TRUST}"
     if isinstance(error, KeyError) and error.args and str(error.args[0]).startswith("surefoot"):
         # A table of the architecture's own attention classes, in which ours cannot be found.
         return f"{architecture} does not use transformers' AttentionInterface; choose another model"

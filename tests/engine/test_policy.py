@@ -17,8 +17,9 @@ from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.drift import Correction, Rescale
-from surefoot.speculation.planner import Decision, StoppingPlanner
+from surefoot.speculation.planner import Decision
 from surefoot.speculation.statistics import InactiveError
+from surefoot.speculation.stopping import StoppingPlanner
 from tests.engine.engines import EngineUnderTest, build
 from tests.tiny_models import tiny_target
 

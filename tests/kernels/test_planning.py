@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.kernels import native, planning
+from surefoot.engine.policy import fast_stopping_rule
+from surefoot.kernels import native
 from surefoot.speculation.continuation import ContinuationModel
-from surefoot.speculation.planner import StoppingProblem, admit
+from surefoot.speculation.stopping import StoppingProblem, stopping_rule
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no native kernels here")
 
@@ -43,12 +44,12 @@ def problems(draw: st.DrawFn) -> StoppingProblem:
 @settings(max_examples=300, deadline=None)
 @given(problems())
 def test_every_decision_is_that_of_the_reference(problem: StoppingProblem) -> None:
-    assert planning.admit(problem) == admit(problem)
+    assert fast_stopping_rule(problem) == stopping_rule(problem)
 
 
 def test_without_native_kernels_the_reference_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
     costs = 10.0 + np.arange(3.0)
     problem = StoppingProblem(np.float32([[0.9, 0.1]]), np.array([2]), costs, 1, 0, 0.1, ContinuationModel(2))
-    assert planning.admit(problem) == admit(problem)
-    assert planning.admit(problem).budget == 2
+    assert fast_stopping_rule(problem) == stopping_rule(problem)
+    assert fast_stopping_rule(problem).budget == 2

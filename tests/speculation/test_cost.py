@@ -93,7 +93,7 @@ def test_draft_and_overheads_do_not_cancel() -> None:
     assert [full.draft_ms_at(requests) for requests in (1, 2, 4, 6)] == [1, 2, 4, 6]
     assert [full.overhead_ms_at(requests) for requests in (1, 3, 4, 9)] == [0.75, 0.75, 1.5, 1.5]
     assert full.step_costs(2, 4, 1)[0] == 2.0 + 2.0 + 0.75
-    assert full.step_costs(2, 4, 1, drafted=0)[0] == 2.0 + 0.75
+    assert full.step_costs(2, 4, 1, draft_requests=0)[0] == 2.0 + 0.75
 
 
 def test_json_round_trip_and_fingerprint(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def exhaustive(survival: np.ndarray, limits: list[int], table: CostTable, reques
     grid = 1 << 24
     inside = sorted((row[k] for row, limit in zip(survival, limits, strict=True) for k in range(limit)), reverse=True)
     gains = [Fraction(round(float(value) * grid), grid) for value in inside]
-    costs = table.step_costs(requests, requests + prefill, len(gains) + 1, drafted=len(limits))
+    costs = table.step_costs(requests, requests + prefill, len(gains) + 1, draft_requests=len(limits))
     rates = [float(Fraction(requests) + sum(gains[:k])) / float(costs[k]) for k in range(len(gains) + 1)]
     return rates.index(max(rates))
 
@@ -84,7 +84,9 @@ def test_stale_search_is_the_global_maximum_on_jagged_curves(
     assert decision.budget == exhaustive(survival, limits, table, load.requests, prefill)
     if sum(limits):
         assert decision.reason in (Reason.PLANNED, Reason.FULL)
-        ms = table.step_costs(load.requests, load.requests + prefill + decision.budget, 1, drafted=len(limits))[0]
+        ms = table.step_costs(load.requests, load.requests + prefill + decision.budget, 1, draft_requests=len(limits))[
+            0
+        ]
         assert decision.predicted_ms == pytest.approx(ms)
 
 

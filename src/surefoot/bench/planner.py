@@ -12,8 +12,9 @@ import torch
 
 from surefoot.speculation.allocation import allocate
 from surefoot.speculation.live_cost import LiveCost
-from surefoot.speculation.planner import CausalPlanner, StalePlanner, StepLoad, StoppingPlanner
+from surefoot.speculation.planner import CausalPlanner, StalePlanner, StepLoad
 from surefoot.speculation.simulation import WORKLOADS, synthetic_table
+from surefoot.speculation.stopping import StoppingPlanner
 from surefoot.speculation.survival import ConfidenceBoard
 
 

@@ -1,5 +1,5 @@
 // What the host works out before and between the passes, in one call each: prompt lookup (`PromptLookupDrafter`), the stopping
-// rule of the planner (`admit` of speculation/planner.py, decision for decision) and the rows of the target pass
+// rule of the planner (`stopping_rule` of speculation/stopping.py, decision for decision) and the rows of the target pass
 // (`pack` of engine/packing.py, bit for bit).
 //
 // Nothing of these is in the caches when a step on a CPU comes to them. What costs there is the number of operators, and
@@ -37,7 +37,7 @@ const double* doubles(const Tensor& t, const char* what, std::vector<int64_t> sh
 
 // survival [D, gamma] float32, limits [D] int64, costs [limits.sum() + 1], edges [gamma, bins - 1] and ratio
 // [gamma, bins, gamma] of the continuation model -> widths [D] int64, their sum, expected tokens.
-std::tuple<Tensor, int64_t, double> admit(
+std::tuple<Tensor, int64_t, double> stopping_rule(
     const Tensor& survival_, const Tensor& limits_, const Tensor& costs_, const Tensor& edges_, const Tensor& ratio_,
     int64_t requests, int64_t min_width, optional<double> price, int64_t few_requests) {
   TORCH_CHECK(survival_.dim() == 2 && survival_.scalar_type() == at::kFloat, "survival is float32 [D, gamma]");
@@ -66,52 +66,52 @@ std::tuple<Tensor, int64_t, double> admit(
 
   const Tensor widths_ = at::zeros({drafted}, at::kLong);
   int64_t* widths = widths_.mutable_data_ptr<int64_t>();
-  int64_t admitted = 0;
-  const auto admit_until = [&](int64_t end) {
-    while (admitted < end) ++widths[order[admitted++].request];
+  int64_t chosen = 0;
+  const auto choose_until = [&](int64_t end) {
+    while (chosen < end) ++widths[order[chosen++].request];
   };
   int64_t mandatory = 0;
   for (int64_t r = 0; r < drafted; ++r) mandatory += std::min(limits[r], min_width);
-  admit_until(mandatory);
+  choose_until(mandatory);
 
   const bool few = drafted <= few_requests;
   std::vector<double> gains;
-  while (admitted < full) {
-    if (costs[admitted + 1] <= costs[admitted]) {  // the rest of a shelf is free
-      admit_until(admitted + 1);
+  while (chosen < full) {
+    if (costs[chosen + 1] <= costs[chosen]) {  // the rest of a shelf is free
+      choose_until(chosen + 1);
       continue;
     }
-    const double stop = expected[admitted], now = costs[admitted];
-    if (few) {  // a head that pays for itself needs no plan
-      const double head = expected[admitted + 1], then = costs[admitted + 1];
-      if (price ? head - stop > *price * (then - now) : head * now > stop * then) {
-        admit_until(admitted + 1);
+    const double stop = expected[chosen], now = costs[chosen];
+    if (few) {  // a next position that pays for itself needs no model
+      const double with_next = expected[chosen + 1], then = costs[chosen + 1];
+      if (price ? with_next - stop > *price * (then - now) : with_next * now > stop * then) {
+        choose_until(chosen + 1);
         continue;
       }
     }
-    // What every unadmitted position promises: heads as they are, what lies behind them by the model.
+    // Expected gain of every further position: the next one of a request by its own survival, later ones by the model.
     gains.clear();
     for (int64_t r = 0; r < drafted; ++r) {
-      const int64_t head = widths[r];
-      if (head >= limits[r]) continue;
-      const double s = survival[r * gamma + head];
-      const double* edge = edges + head * (bins - 1);
+      const int64_t next = widths[r];
+      if (next >= limits[r]) continue;
+      const double s = survival[r * gamma + next];
+      const double* edge = edges + next * (bins - 1);
       const int64_t bin = std::upper_bound(edge, edge + bins - 1, s) - edge;
-      for (int64_t k = head; k < limits[r]; ++k) gains.push_back(std::min(s * ratio[(head * bins + bin) * gamma + k], 1.0));
+      for (int64_t k = next; k < limits[r]; ++k) gains.push_back(std::min(s * ratio[(next * bins + bin) * gamma + k], 1.0));
     }
     std::sort(gains.begin(), gains.end(), std::greater<double>());
     int64_t best = 0;
     double most = 0, ahead = 0;
     for (int64_t n = 0; n < (int64_t)gains.size(); ++n) {
       ahead += gains[n];
-      const double go = costs[admitted + 1 + n];
+      const double go = costs[chosen + 1 + n];
       const double worth = price ? (stop + ahead - stop) - *price * (go - now) : (stop + ahead) / go - stop / now;
       if (n == 0 || worth > most) most = worth, best = n;
     }
     if (most <= 0) break;
-    admit_until(admitted + (few ? 1 : 1 + best / 2));
+    choose_until(chosen + (few ? 1 : 1 + best / 2));
   }
-  return {widths_, admitted, expected[admitted]};
+  return {widths_, chosen, expected[chosen]};
 }
 
 // history [S, L] int64, slots and lengths [R] int64 -> drafts [R, gamma] int64 and match lengths [R] int64, 0 for none: what
@@ -201,7 +201,7 @@ std::tuple<Tensor, Tensor, Tensor> pack_rows(
 
 TORCH_LIBRARY_FRAGMENT(surefoot, m) {
   m.def(
-      "admit(Tensor survival, Tensor limits, Tensor costs, Tensor edges, Tensor ratio, int requests, int min_width, "
+      "stopping_rule(Tensor survival, Tensor limits, Tensor costs, Tensor edges, Tensor ratio, int requests, int min_width, "
       "float? price, int few) -> (Tensor, int, float)");
   m.def(
       "look_up(Tensor history, Tensor slots, Tensor lengths, int gamma, int longest, int shortest) -> (Tensor, Tensor)");
@@ -211,7 +211,7 @@ TORCH_LIBRARY_FRAGMENT(surefoot, m) {
 }
 
 TORCH_LIBRARY_IMPL(surefoot, CPU, m) {
-  m.impl("admit", &admit);
+  m.impl("stopping_rule", &stopping_rule);
   m.impl("look_up", &look_up);
   m.impl("pack_rows", &pack_rows);
 }

@@ -150,7 +150,7 @@ class Profile:
         """Emitted tokens per step from which one request gains by verifying `width` drafts (design.md section 4)."""
         table = self.table
         at = float(table.context_lengths[0] if context is None else context)
-        alone = table.step_costs(1, 1, 1, at, drafted=0)[0]
+        alone = table.step_costs(1, 1, 1, at, draft_requests=0)[0]
         return float(table.step_costs(1, 1 + width, 1, at, depth=width)[0] / alone)
 
     @property

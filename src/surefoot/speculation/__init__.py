@@ -29,10 +29,10 @@ from surefoot.speculation.planner import (
     Reason,
     StalePlanner,
     StepLoad,
-    StoppingPlanner,
 )
 from surefoot.speculation.sources import CombinedConfidence, SourceChoice
 from surefoot.speculation.statistics import BlockRecord, InactiveError, RequestStatistics, Statistics, StepRecord
+from surefoot.speculation.stopping import StoppingPlanner
 from surefoot.speculation.survival import ConfidenceBoard, PublishedSurvival, Seat, prefix_survival
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What to expect behind a position: later survival given the position and the survival there, learned from past steps."""
+"""Expected survival of later positions, given one position and its survival; learned from past steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BINS = 32
 class ContinuationModel:
     """E[S_j | S_k] for j > k, by position k and by bins of the mean confidence S_k^(1/k) so far.
 
-    Survivals are known for the whole block of every past step, verified or not, so the model learns without censoring.
-    Its prior is a block that goes on as confidently as it began: S_j = S_k g^(j-k) with g = S_k^(1/k).
+    Survivals of past blocks are known at every position, verified or not, so the model learns without censoring. Its
+    prior is a block that stays as confident as it was so far: S_j = S_k g^(j-k) with g = S_k^(1/k).
 
     Args:
         gamma: block length.
         memory: blocks after which an observation has half its weight.
-        prior_weight: observations the prior counts for, per bin.
-        batch: blocks that are learned from at a time.
+        prior_weight: number of observations that the prior counts as, per bin.
+        batch: blocks that are learned at a time.
 
     Attributes:
         edges: [gamma, BINS - 1] survivals at which the next bin begins, by position k.
@@ -43,13 +43,13 @@ class ContinuationModel:
     def observe(
         self, survival: npt.NDArray[np.floating], lengths: npt.NDArray[np.int64] | Sequence[int] | None = None
     ) -> None:
-        """Take the survivals of past blocks; they count once `batch` blocks have come together.
+        """Take the survivals of past blocks; they count once `batch` blocks are collected.
 
-        Of a large batch every so many-th request is taken: half of `batch` a step says enough.
+        Of a large step only an even sample of the requests is taken, at most about `batch` of them.
 
         Args:
             survival: [N, gamma].
-            lengths: [N] positions that were really drafted (None: gamma); the others say nothing.
+            lengths: [N] positions that were drafted (None: gamma); later ones are ignored.
         """
         every = slice(None, None, max(1, 2 * len(survival) // self.batch))
         drafted = np.full(len(survival), self.gamma) if lengths is None else np.asarray(lengths)
@@ -91,5 +91,5 @@ class ContinuationModel:
 
 
 def _confidence_at(share: Floats) -> Floats:
-    """Monotone map of [0, 1] to [0, 1] whose steps are short near 1, where most tokens of an easy text lie."""
+    """Monotone map of [0, 1] to [0, 1] with fine steps near 1, where most confidences of an easy text are."""
     return 1.0 - (1.0 - share) ** 2

@@ -137,7 +137,7 @@ class CostTable:
         first: int,
         count: int,
         context: float = 0.0,
-        drafted: int | None = None,
+        draft_requests: int | None = None,
         depth: int | None = None,
     ) -> Floats:
         """Cost in ms of a whole step over `first`, `first` + 1, ... target tokens, [count] float64.
@@ -147,10 +147,10 @@ class CostTable:
             first: smallest token count asked for (anchors and any prompt chunk, no draft token).
             count: how many consecutive token counts.
             context: mean cached length of the requests, in tokens.
-            drafted: requests that get a draft (None: all).
+            draft_requests: requests that get a draft (None: all).
             depth: tokens drafted of each (None: gamma).
         """
-        drafting = self.draft_ms_at(requests if drafted is None else drafted, depth)
+        drafting = self.draft_ms_at(requests if draft_requests is None else draft_requests, depth)
         constant = drafting + self.overhead_ms_at(requests)
         return self.verify_costs(first, count, context) + constant
 

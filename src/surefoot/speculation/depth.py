@@ -48,12 +48,12 @@ class DraftDepth:
 
     def choose(self, table: CostTable | None, load: StepLoad) -> int | None:
         """Depth of the coming step; None for whole blocks. Without measured depths in the table always None."""
-        if table is None or not table.draft_depths or len(self._survival) < self.least or not load.drafted:
+        if table is None or not table.draft_depths or len(self._survival) < self.least or not load.draft_requests:
             return None
         self._steps = (self._steps + 1) % PROBE_EVERY
         if not self._steps:
             return None
-        key = (load.requests, load.drafted)
+        key = (load.requests, load.draft_requests)
         if key not in self._chosen:
             self._chosen[key] = self._best(table, load)
         best = self._chosen[key]
@@ -64,7 +64,7 @@ class DraftDepth:
         verified = self._survival >= thresholds[:, None, None]  # [T, N, gamma]
         width = verified.mean(1).cumsum(1)  # [T, gamma] at each depth
         accepted = (verified * self._survival).mean(1).cumsum(1)
-        drafted, requests = load.drafted, load.requests
+        drafted, requests = load.draft_requests, load.requests
         verify = table.verify_costs(0, requests + drafted * self.gamma + 1, load.context)
         cost = np.interp(requests + drafted * width, np.arange(len(verify)), verify)
         draft = np.array([table.draft_ms_at(drafted, depth) for depth in range(1, self.gamma + 1)])

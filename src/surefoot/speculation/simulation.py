@@ -20,7 +20,8 @@ from surefoot.errors import ConfigurationError
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.json_files import read_object
 from surefoot.speculation.live_cost import LiveCost
-from surefoot.speculation.planner import CausalPlanner, StalePlanner, StepLoad, StoppingPlanner
+from surefoot.speculation.planner import CausalPlanner, StalePlanner, StepLoad
+from surefoot.speculation.stopping import StoppingPlanner
 from surefoot.speculation.survival import ConfidenceBoard
 
 Floats = npt.NDArray[np.float64]

@@ -115,7 +115,7 @@ class SourceChoice:
         costs, draft_ms = np.ones(widest), np.zeros(trained.shape[1])
         table = self.costs.table
         if table is not None:
-            rows = table.step_costs(requests, requests, requests * (widest - 1) + 1, context, drafted=0)
+            rows = table.step_costs(requests, requests, requests * (widest - 1) + 1, context, draft_requests=0)
             costs = rows[::requests]
             draft_ms += [table.draft_ms_at(requests, max(width, 1)) for width in range(len(draft_ms))]
         with_lookup = (lookup / costs[: lookup.shape[1]]).max(1)

@@ -1,5 +1,5 @@
 """`python -m surefoot`: the command line."""
 
-from surefoot.cli.app import main
+from surefoot.cli.entry import main
 
 main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,15 @@ def run() -> Callable[..., Any]:
         return result
 
     return invoke
+
+
+def strict_json(text: str | bytes) -> Any:
+    """The value of a JSON text; NaN and infinities, which Python would read, are not JSON."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from surefoot.bench.decode import Decode
 from surefoot.bench.throughput import Row, jobs_of
 from surefoot.kernels import native
 from surefoot.sampling import SamplingParams
+from tests.cli.conftest import strict_json
 
 ARMS = ("none", "fixed:2", "adaptive")
 
@@ -36,8 +36,8 @@ def test_throughput_has_every_column(run: Callable[..., Any], checkpoints: Path,
         *("--output", str(saved), "--trace", str(trace), "--json"),
     )
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert json.loads(saved.read_text())["rows"] == found["rows"]
+    found = strict_json(result.stdout)
+    assert strict_json(saved.read_text())["rows"] == found["rows"]
     assert [(row["concurrency"], row["arm"]) for row in found["rows"]] == [(c, arm) for c in (1, 3) for arm in ARMS]
     for row in found["rows"]:
         assert set(row) == set(Row.__dataclass_fields__)
@@ -73,8 +73,8 @@ def test_decode_compares_with_transformers(run: Callable[..., Any], checkpoints:
         assert arm in result.stdout
     assert "equal transformers' on 1 of 1 prompts" in result.stdout
     assert "the same on all" in result.stdout
-    assert json.loads(saved.read_text())["speculation_identical"] is True
-    found = json.loads(run(*asked, "-n", "40", "--no-int8", "--json").stdout)
+    assert strict_json(saved.read_text())["speculation_identical"] is True
+    found = strict_json(run(*asked, "-n", "40", "--no-int8", "--json").stdout)
     assert "no cost table" not in found["engine"]["planner"]
     assert [row["arm"] for row in found["rows"]] == ["transformers", "target-only", "speculative"]
     assert found["answers"] == 2
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_one_line(
 def test_planner_times_one_and_many_requests(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     measure = planner.measure_planner
     monkeypatch.setattr(planner, "measure_planner", lambda requests: measure(requests, repeats=4))
-    found = json.loads(run("bench", "planner", "--json").stdout)
+    found = strict_json(run("bench", "planner", "--json").stdout)
     assert [row["requests"] for row in found["rows"]] == [1, 256]
     assert all(row["plan_and_allocate_us"] > 0 for row in found["rows"])
     assert "256 requests" in run("bench", "planner").stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from surefoot.drafters.calibrations import CALIBRATION_FILE
 from surefoot.speculation.calibration import Calibration
+from tests.cli.conftest import strict_json
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_temperatures_are_fitted_and_saved_beside_the_drafter(
     options = ("-m", target, "-d", str(drafter), "--prompts", str(prompts), "-n", "40")
     result = run("calibrate", *options, "--json")
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = strict_json(result.stdout)
     path = drafter / CALIBRATION_FILE
     saved = Calibration.load(path, 3)
     assert saved.temperatures.tolist() == pytest.approx(found["temperatures"])
@@ -41,7 +41,7 @@ def test_temperatures_are_fitted_and_saved_beside_the_drafter(
     assert saved.copying.max() > 0  # a tiny greedy model repeats itself
     for before, after in zip(found["before"], found["after"], strict=True):
         assert after["ece"] <= before["ece"] + 1e-6
-    generated = json.loads(run("generate", "def", "-m", target, "-d", str(drafter), "-n", "8", "--json").stdout)
+    generated = strict_json(run("generate", "def", "-m", target, "-d", str(drafter), "-n", "8", "--json").stdout)
     assert len(generated["token_ids"]) == 8
     path.write_text("{}")  # it is read: a broken one does not pass in silence
     assert "temperatures" in run("generate", "def", "-m", target, "-d", str(drafter), "-n", "8").stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 
 from surefoot.cli import chat as chat_module
-from surefoot.errors import RequestError
-from tests.cli.stub import Script, StubLLM
+from surefoot.cli import input_line
+from tests.cli.conftest import strict_json
+from tests.cli.stub import Script
 
 
 def roles(messages: list[dict[str, Any]]) -> list[str]:
@@ -40,7 +40,7 @@ def test_whole_input_can_be_one_message_and_a_system_message_leads(run: Callable
 
 
 def test_json_holds_the_conversation(run: Callable[..., Any], script: Script) -> None:
-    found = json.loads(run("chat", "--json", stdin="first\n").stdout)
+    found = strict_json(run("chat", "--json", stdin="first\n").stdout)
     assert roles(found["messages"]) == ["user", "assistant"]
     assert found["turns"][0]["text"] == "Hello, world"
 
@@ -57,16 +57,17 @@ def test_models_without_a_template_are_refused_before_the_first_question(
 
 @pytest.fixture
 def type_in(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Run `surefoot chat` as at a terminal where these lines are typed; an exception is raised in its place."""
+    """Run `surefoot chat` as at a terminal where these messages are typed; an exception is raised in its place."""
 
-    def run_with(*typed: Any) -> Any:
+    def run_with(*typed: Any, options: tuple[str, ...] = ()) -> Any:
         lines: Iterator[Any] = iter(typed)
 
-        def read(prompt: str) -> str:
-            line = next(lines, EOFError)
-            if isinstance(line, str):
-                return line
-            raise line
+        class Typed:
+            def read(self) -> str | None:
+                line = next(lines, None)
+                if line is None or isinstance(line, str):
+                    return line
+                raise line
 
         class Terminal:
             @staticmethod
@@ -80,8 +81,8 @@ def type_in(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callabl
                 return getattr(sys, name)
 
         monkeypatch.setattr(chat_module, "sys", Sys())
-        monkeypatch.setattr("builtins.input", read)
-        return run("chat")
+        monkeypatch.setattr(input_line, "InputLine", Typed)
+        return run("chat", *options)
 
     return run_with
 
@@ -102,25 +103,89 @@ def test_talk_shows_figures_and_help(type_in: Callable[..., Any], script: Script
     assert result.exit_code == 0  # Ctrl-D
 
 
-def test_ctrl_c_stops_an_answer_and_leaves_at_the_prompt(type_in: Callable[..., Any], script: Script) -> None:
+def test_ctrl_c_stops_an_answer_or_clears_the_line_and_keeps_the_conversation(
+    type_in: Callable[..., Any], script: Script
+) -> None:
     script.interrupt_after = 1
-    result = type_in("one", "two", KeyboardInterrupt)
-    assert result.exit_code == 130
+    result = type_in("one", KeyboardInterrupt, "two", KeyboardInterrupt)
+    assert result.exit_code == 0  # the end of the input ends it
     assert result.stderr.count("stopped") == 2
-    assert script.asked[1][0][1] == {"role": "assistant", "content": "Hello"}  # as far as it came
+    assert script.asked[1][0] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "Hello"},  # as far as it came
+        {"role": "user", "content": "two"},
+    ]
 
 
-def test_a_refused_question_leaves_the_conversation_as_it_was(
+def test_ctrl_c_before_the_first_word_leaves_the_question_out(type_in: Callable[..., Any], script: Script) -> None:
+    script.interrupt_after = 0
+    type_in("one", "two")
+    assert [message["content"] for message in script.asked[1][0]] == ["two"]
+
+
+def test_ctrl_c_between_answer_and_prompt_keeps_the_conversation(
     type_in: Callable[..., Any], script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = StubLLM.stream_chat
+    original, calls = chat_module.statistics_line, iter([KeyboardInterrupt])
 
-    def refuse(self: StubLLM, messages: list[dict[str, Any]], params: Any) -> Any:
-        if messages[-1]["content"] == "too long":
-            raise RequestError("the prompt has 9000 tokens: shorten it")
-        return original(self, messages, params)
+    def interrupted(output: Any) -> str:
+        if (problem := next(calls, None)) is not None:
+            raise problem
+        return original(output)
 
-    monkeypatch.setattr(StubLLM, "stream_chat", refuse)
+    monkeypatch.setattr(chat_module, "statistics_line", interrupted)
+    assert type_in("one", "two").exit_code == 0
+    assert roles(script.asked[1][0]) == ["user", "assistant", "user"]
+
+
+def test_two_slashes_are_one_and_a_pasted_block_is_a_message(type_in: Callable[..., Any], script: Script) -> None:
+    result = type_in("//etc/hosts is what?", "/etc/hosts", "/* a comment */\nint main()\n", "//\nfoo")
+    assert [messages[-1]["content"] for messages, _ in script.asked] == [
+        "/etc/hosts is what?",
+        "/* a comment */\nint main()",
+        "//\nfoo",
+    ]
+    assert "/etc/hosts is no command" in result.stderr
+
+
+def test_stop_strings_penalties_and_template_arguments_reach_the_request(
+    type_in: Callable[..., Any], script: Script
+) -> None:
+    options = (
+        "--stop",
+        r"\n",
+        "--presence-penalty",
+        "0.5",
+        "--frequency-penalty",
+        "0.25",
+        "--repetition-penalty",
+        "1.1",
+    )
+    type_in("one", options=(*options, "--chat-template-kwargs", '{"enable_thinking": false}'))
+    params = script.asked[0][1]
+    assert params.stop_strings == ("\n",)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, 0.25, 1.1)
+    assert script.variables == [{"enable_thinking": False}]
+
+
+def test_an_answer_that_failed_says_why(type_in: Callable[..., Any], run: Callable[..., Any], script: Script) -> None:
+    script.error = "the logits are NaN: use --dtype bfloat16"
+    result = type_in("one", "two")
+    assert result.exit_code == 0  # the conversation goes on
+    assert result.stderr.count("error: the logits are NaN: use --dtype bfloat16\n") == 2
+
+
+def test_a_piped_answer_that_failed_is_an_exit_code(run: Callable[..., Any], script: Script) -> None:
+    script.error = "the logits are NaN"
+    result = run("chat", stdin="one\n")
+    assert result.exit_code == 1
+    assert "error: the logits are NaN\n" in result.stderr
+
+
+def test_a_refused_question_leaves_the_conversation_as_it_was(type_in: Callable[..., Any], script: Script) -> None:
+    script.refuse = lambda messages: (
+        "the prompt has 9000 tokens: shorten it" if messages[-1]["content"] == "too long" else None
+    )
     result = type_in("one", "too long", "two")
     assert result.exit_code == 0
     assert "error: the prompt has 9000 tokens: shorten it (or start over with /reset)" in result.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,11 @@ import pytest
 from rich import console
 
 from surefoot.cli import demo
-from surefoot.cli.demo import SPECULATIVE, Progress
-from surefoot.cli.prompts import DEMO_PROMPTS
+from surefoot.cli.comparison import SPECULATIVE, RunUpdate, stream_of
+from surefoot.cli.demo_prompts import DEMO_PROMPTS
 from surefoot.errors import SurefootError
 from surefoot.sampling import SamplingParams
+from tests.cli.conftest import strict_json
 from tests.cli.stub import Script, StubLLM
 
 
@@ -68,7 +68,7 @@ def test_an_interrupted_demo_shows_what_was_done(
 
 def test_json_is_the_only_thing_on_stdout(run: Callable[..., Any], script: Script) -> None:
     result = run("demo", "--json")
-    found = json.loads(result.stdout)
+    found = strict_json(result.stdout)
     assert found["identical"] is True
     assert found["speedup"] == pytest.approx(2.5)
     assert [prompt["name"] for prompt in found["prompts"]] == [prompt.name for prompt in DEMO_PROMPTS]
@@ -99,7 +99,7 @@ def test_above_temperature_0_only_speeds_are_compared(run: Callable[..., Any], s
     result = run("demo", "--temperature", "0.8")
     assert result.exit_code == 0
     assert "only speeds are compared" in " ".join(result.stdout.split())
-    assert json.loads(run("demo", "-t", "0.8", "--json").stdout)["identical"] is None
+    assert strict_json(run("demo", "-t", "0.8", "--json").stdout)["identical"] is None
 
 
 def test_a_demo_in_which_nothing_is_drafted_fails(run: Callable[..., Any], script: Script) -> None:
@@ -139,10 +139,10 @@ def test_live_screen_shows_text_and_finished_runs(
 
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr(console, "Console", on_terminal)
-    output = demo.start(StubLLM(), DEMO_PROMPTS[0], SamplingParams(), SPECULATIVE).result
+    output = stream_of(StubLLM(), DEMO_PROMPTS[0], SamplingParams(), SPECULATIVE).result
     with demo.screen(json=False) as show:
-        show(Progress(DEMO_PROMPTS[0], SPECULATIVE, "def half a fun", None))
-        show(Progress(DEMO_PROMPTS[0], SPECULATIVE, "def half a function", output))
+        show(RunUpdate(DEMO_PROMPTS[0], SPECULATIVE, "def half a fun", None))
+        show(RunUpdate(DEMO_PROMPTS[0], SPECULATIVE, "def half a function", output))
     shown = terminal.getvalue()
     assert "half a function" in shown
     assert "50.0 tok/s" in shown

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.cli.conftest import strict_json
 
 PROMPT = "def stop(n): return n\ndef stop(n):"
 
@@ -19,7 +20,7 @@ def generate(run: Callable[..., Any], checkpoints: Path) -> Callable[..., dict[s
     def invoke(*options: str) -> dict[str, Any]:
         result = run("generate", PROMPT, "-m", str(checkpoints / "target"), "-n", "24", "--json", *options)
         assert result.exit_code == 0, result.stderr
-        return json.loads(result.stdout)
+        return strict_json(result.stdout)
 
     return invoke
 
@@ -71,7 +72,7 @@ def test_chat_answers_piped_turns(
         assert result.exit_code == 0, result.stderr
         assert ("cost table measured" in result.stderr) == (start == 0)
         assert len(list(tmp_path.iterdir())) == 1
-    found = json.loads(result.stdout)
+    found = strict_json(result.stdout)
     assert [message["role"] for message in found["messages"]] == ["user", "assistant"] * 2
     assert [len(turn["token_ids"]) for turn in found["turns"]] == [5, 5]
     assert found["turns"][1]["prompt_tokens"] > found["turns"][0]["prompt_tokens"]
@@ -90,7 +91,7 @@ def test_demo_finds_identical_texts(run: Callable[..., Any], checkpoints: Path) 
         "--json",
     )
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = strict_json(result.stdout)
     assert found["identical"] is True
     assert found["complaints"] == []
     assert all(prompt["tokens"] == 8 for prompt in found["prompts"])

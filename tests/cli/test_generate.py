@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from surefoot.cli import options
+from surefoot.cli.report import json_line
+from tests.cli.conftest import strict_json
 from tests.cli.stub import Script
 
 
@@ -35,7 +38,7 @@ def test_without_speculation_the_line_says_so(run: Callable[..., Any], script: S
 def test_json_is_one_object_with_text_ids_reason_and_statistics(run: Callable[..., Any], script: Script) -> None:
     result = run("generate", "x", "--json")
     assert result.exit_code == 0
-    found = json.loads(result.stdout)
+    found = strict_json(result.stdout)
     assert found["text"] == "Hello, world"
     assert found["token_ids"] == [1, 2, 3, 4]
     assert found["finish_reason"] == "length"
@@ -99,3 +102,58 @@ def test_chat_wraps_the_prompt_in_the_template(run: Callable[..., Any], script: 
     result = run("generate", "Hi", "--chat")
     assert result.exit_code == 2
     assert "no chat template" in result.stderr
+
+
+def test_template_arguments_are_a_json_object_for_a_chat(run: Callable[..., Any], script: Script) -> None:
+    run("generate", "Hi", "--chat", "--chat-template-kwargs", '{"enable_thinking": false}')
+    assert script.variables == [{"enable_thinking": False}]
+    for value in ("enable_thinking=false", "[1]", "NaN"):
+        result = run("generate", "Hi", "--chat", "--chat-template-kwargs", value)
+        assert result.exit_code == 2
+        assert "allowed: a JSON object" in result.stderr
+    result = run("generate", "Hi", "--chat-template-kwargs", "{}")
+    assert result.exit_code == 2
+    assert "add --chat" in result.stderr
+
+
+def test_logprobs_are_in_the_object_and_beside_the_text(run: Callable[..., Any], script: Script) -> None:
+    script.logprobs = [SimpleNamespace(token_id=1, logprob=-0.25, top=[(1, -0.25), (5, -2.0)])]
+    found = strict_json(run("generate", "x", "--logprobs", "2", "--json").stdout)
+    assert script.asked[0][1].logprobs == 2
+    assert found["logprobs"] == [
+        {
+            "token_id": 1,
+            "token": "<1>",
+            "logprob": -0.25,
+            "top": [
+                {"token_id": 1, "token": "<1>", "logprob": -0.25},
+                {"token_id": 5, "token": "<5>", "logprob": -2.0},
+            ],
+        }
+    ]
+    beside = run("generate", "x", "--logprobs", "2")
+    assert beside.stdout == "Hello, world\n"
+    assert beside.stderr.splitlines()[0].split() == ["-0.250", "'<1>'", "|", "-0.250", "'<1>'", "|", "-2.000", "'<5>'"]
+    assert "logprobs" not in strict_json(run("generate", "x", "--json").stdout)
+
+
+def test_an_answer_that_failed_is_one_line_and_exit_code_1(run: Callable[..., Any], script: Script) -> None:
+    script.error = "the logits are NaN: use --dtype bfloat16"
+    result = run("generate", "x")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("error: the logits are NaN: use --dtype bfloat16\n")
+    result = run("generate", "x", "--json")
+    assert result.exit_code == 1
+    assert strict_json(result.stdout)["error"] == script.error
+
+
+def test_the_temperature_that_is_not_given_is_the_same_everywhere(run: Callable[..., Any], script: Script) -> None:
+    run("generate", "x")
+    run("chat", stdin="x\n")
+    run("demo")
+    assert {params.temperature for _, params in script.asked} == {options.DEFAULT_TEMPERATURE} == {0.0}
+
+
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    value = {"a": float("nan"), "b": [1.5, float("inf"), (float("-inf"), True)], 3: {"c": float("nan")}}
+    assert strict_json(json_line(value)) == {"a": None, "b": [1.5, None, [None, True]], "3": {"c": None}}

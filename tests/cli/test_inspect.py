@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from surefoot.profiling import hardware
 from surefoot.speculation.calibration import Calibration, Provenance
+from tests.cli.conftest import strict_json
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_nothing_to_inspect_is_an_error(run: Callable[..., Any]) -> None:
 
 
 def test_prompt_lookup_fits_everything(run: Callable[..., Any]) -> None:
-    assert json.loads(run("inspect", "prompt-lookup", "--json").stdout)["checkpoint"]["fits"] is True
+    assert strict_json(run("inspect", "prompt-lookup", "--json").stdout)["checkpoint"]["fits"] is True
 
 
 def test_hardware_as_json_and_as_text(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUREFOOT_NATIVE", "0")
     monkeypatch.setattr(hardware, "stream_rate", lambda: 20.5e9)
-    found = json.loads(run("inspect", "--hardware", "--json").stdout)["hardware"]
+    found = strict_json(run("inspect", "--hardware", "--json").stdout)["hardware"]
     assert found["stream_gb_s"] == pytest.approx(20.5)
     assert 1 <= found["physical_cores"] <= found["logical_cores"]
     assert found["native_kernels"] is False
@@ -60,7 +60,7 @@ def test_hardware_as_json_and_as_text(run: Callable[..., Any], monkeypatch: pyte
 def test_a_target_is_described_without_its_weights(run: Callable[..., Any], checkpoints: Path) -> None:
     result = run("inspect", str(checkpoints / "target"), "--json")
     assert result.exit_code == 0
-    found = json.loads(result.stdout)["checkpoint"]
+    found = strict_json(result.stdout)["checkpoint"]
     assert found["role"] == "target"
     assert (found["num_layers"], found["hidden_size"], found["servable"]) == (2, 32, True)
     text = run("inspect", str(checkpoints / "target")).stdout
@@ -84,7 +84,7 @@ def test_a_target_that_cannot_be_served_says_why_and_exits_with_1(run: Callable[
     FalconH1ForCausalLM(config).save_pretrained(tmp_path)
     result = run("inspect", str(tmp_path), "--json")
     assert result.exit_code == 1
-    found = json.loads(result.stdout)["checkpoint"]
+    found = strict_json(result.stdout)["checkpoint"]
     assert found["servable"] is False
     assert found["reason"]
 
@@ -94,7 +94,7 @@ def test_a_drafter_that_fits(run: Callable[..., Any], checkpoints: Path) -> None
     result = run("inspect", drafter, "--target", target)
     assert result.exit_code == 0
     assert f"fits {target}" in " ".join(result.stdout.split()).replace("- ", "-")
-    found = json.loads(run("inspect", drafter, "--target", target, "--json").stdout)["checkpoint"]
+    found = strict_json(run("inspect", drafter, "--target", target, "--json").stdout)["checkpoint"]
     assert (found["role"], found["gamma"], found["fits"], found["problems"]) == ("drafter", 3, True, [])
 
 
@@ -103,7 +103,7 @@ def test_a_drafter_that_does_not_fit_says_why_and_exits_with_1(run: Callable[...
     result = run("inspect", drafter, "--target", target)
     assert result.exit_code == 1
     assert "drafter reads hidden size 40, target has 32" in result.stdout
-    found = json.loads(run("inspect", drafter, "--target", target, "--json").stdout)["checkpoint"]
+    found = strict_json(run("inspect", drafter, "--target", target, "--json").stdout)["checkpoint"]
     assert found["fits"] is False
     assert len(found["problems"]) == 1
 

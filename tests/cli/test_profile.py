@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.cli.conftest import strict_json
 
 PROMPT = "def stop(n): return n\ndef stop(n):"
 
@@ -23,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_profile_is_saved_where_generate_finds_it(run: Callable[..., Any], checkpoints: Path, cache: Path) -> None:
     engine = ("-m", str(checkpoints / "target"), "-d", "prompt-lookup", "-g", "3")
-    before = json.loads(run("generate", PROMPT, *engine, "-n", "100", "--json").stdout)
+    before = strict_json(run("generate", PROMPT, *engine, "-n", "100", "--json").stdout)
     assert "no cost table" in before["engine"]["planner"]
     result = run("profile", *engine, "--max-num-seqs", "2", "--seconds", "0")
     assert result.exit_code == 0, result.stderr
@@ -32,10 +33,10 @@ def test_a_profile_is_saved_where_generate_finds_it(run: Callable[..., Any], che
     files = list((cache / "cost-tables").glob("*.json"))
     assert len(files) == 1
     assert str(files[0]) in result.stderr
-    after = json.loads(run("generate", PROMPT, *engine, "-n", "100", "--json").stdout)
+    after = strict_json(run("generate", PROMPT, *engine, "-n", "100", "--json").stdout)
     assert "measured cost table" in after["engine"]["planner"]
     assert after["text"] == before["text"]
-    other = json.loads(run("generate", PROMPT, *engine[:-1], "2", "-n", "4", "--json").stdout)
+    other = strict_json(run("generate", PROMPT, *engine[:-1], "2", "-n", "4", "--json").stdout)
     assert "no cost table" in other["engine"]["planner"]
 
 
@@ -51,7 +52,7 @@ def test_a_table_of_another_engine_is_refused_with_the_field(
         str(table),
         "--json",
     )
-    found = json.loads(result.stdout)
+    found = strict_json(result.stdout)
     assert found["table"]["token_buckets"] == [1, 2, 3]
     assert set(found["break_even"]) == {"1", "2"}
     assert not cache.joinpath("cost-tables").exists()

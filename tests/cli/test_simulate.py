@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import pytest
 
 from surefoot.speculation.simulation import example_names, synthetic_table
+from tests.cli.conftest import strict_json
 
 
 def test_adaptive_policies_lie_on_or_above_every_fixed_width(run: Callable[..., Any], tmp_path: Path) -> None:
     plot = tmp_path / "curves.png"
     result = run("simulate", "--synthetic", "--blocks", "512", "--plot", str(plot), "--json")
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = strict_json(result.stdout)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert {entry["concurrency"] for entry in found["outcomes"]} == {1 << k for k in range(10)}
     for policy, gain in found["comparison"].items():
@@ -45,7 +45,7 @@ def test_a_recorded_trace_is_replayed_against_a_saved_table(
 
 @pytest.mark.parametrize("name", example_names())
 def test_examples_reproduce_the_reported_verdicts(run: Callable[..., Any], name: str) -> None:
-    found = json.loads(run("simulate", "--example", name, "--blocks", "512", "--json").stdout)
+    found = strict_json(run("simulate", "--example", name, "--blocks", "512", "--json").stdout)
     assert found["workloads"]
     for workload in found["workloads"]:
         assert workload["verdict"] == workload["reported_verdict"], workload
@@ -60,7 +60,7 @@ def test_examples_reproduce_the_reported_verdicts(run: Callable[..., Any], name:
 def test_examples_are_listed(run: Callable[..., Any]) -> None:
     listed = run("simulate", "--example", "list").stdout
     assert all(name in listed for name in example_names())
-    assert list(json.loads(run("simulate", "--example", "list", "--json").stdout)["examples"]) == example_names()
+    assert list(strict_json(run("simulate", "--example", "list", "--json").stdout)["examples"]) == example_names()
 
 
 @pytest.mark.parametrize(

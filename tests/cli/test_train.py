@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from surefoot.cli import app, evaluate, generate, train
 from surefoot.drafters.shipped import ship
 from surefoot.targets.loading import load_target
+from tests.cli.conftest import strict_json
 
 Invoke = Callable[..., Any]
 FAST = (
@@ -61,11 +62,11 @@ def test_one_command_makes_a_drafter_that_generate_uses(surefoot: Invoke, checkp
     target = ("-m", str(checkpoints / "target"), "-n", "16", "--json")
     with_drafter = surefoot("generate", "def stop(n):", *target, "-d", str(drafter))
     assert with_drafter.exit_code == 0, with_drafter.stderr
-    found = json.loads(with_drafter.stdout)
+    found = strict_json(with_drafter.stdout)
     assert found["statistics"]["drafted"] > 0
     assert (
         found["token_ids"]
-        == json.loads(surefoot("generate", "def stop(n):", *target, "-d", "none").stdout)["token_ids"]
+        == strict_json(surefoot("generate", "def stop(n):", *target, "-d", "none").stdout)["token_ids"]
     )
 
 
@@ -78,7 +79,7 @@ def test_training_twice_gives_the_same_bytes(
         *(part for stage in ("prompts", "regenerate", "features", "train") for part in ("--stage", stage)),
     )
     assert again.exit_code == 0, again.stderr
-    assert list(json.loads(again.stdout)["stages"]) == ["prompts", "regenerate", "features", "train"]
+    assert list(strict_json(again.stdout)["stages"]) == ["prompts", "regenerate", "features", "train"]
     weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "again", drafter)]
     assert weights[0] == weights[1]
 

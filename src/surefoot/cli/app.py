@@ -1,27 +1,30 @@
-"""`surefoot`: the entry point, and what all commands share: version, one-line errors, a clean Ctrl-C.
+"""The commands as one application, and what they share: version, errors in one line, what becomes of a signal.
 
 A command is a module with `register(app)`; adding one is adding its module to `COMMANDS`. Nothing here or at the top of
-a command module may import torch or transformers: `surefoot --help` answers at once.
+a command module may import torch or transformers: `surefoot --help` answers at once. Exit codes are listed in `entry.py`.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from surefoot.cli import bench, calibrate, chat, demo, evaluate, generate, inspect, profile, simulate, train
+from surefoot.cli import bench, calibrate, chat, demo, entry, evaluate, generate, inspect, profile, simulate, train
+from surefoot.cli.entry import main as main  # the entry point of earlier installations
+from surefoot.cli.report import complain, note
 from surefoot.errors import SurefootError
 from surefoot.version import __version__
 
 COMMANDS = (generate, chat, demo, inspect, profile, calibrate, simulate, bench, train, evaluate)
 
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+EPILOG = (
+    "Exit codes: 0 done; 1 done, but the result is not what it must be; 2 not done, one line says why; "
+    "130 Ctrl-C, 143 SIGTERM, 141 the reader of the output has gone."
+)
 
 
 class Commands(TyperGroup):
@@ -29,13 +32,22 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with entry.interruptible():
+                result = super().invoke(ctx)
+                entry.flush_output()
+                return result
         except SurefootError as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(EXIT_USER_ERROR) from None
+            complain(str(error))
+            raise typer.Exit(entry.EXIT_USER_ERROR) from None
         except KeyboardInterrupt:
-            typer.echo(err=True)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            note("")
+            raise typer.Exit(entry.EXIT_INTERRUPTED) from None
+        except OSError as problem:
+            if (code := _unwritable(problem)) is None:
+                raise
+            raise typer.Exit(code) from None
+        finally:
+            entry.restore_terminal()
 
 
 def build_app() -> typer.Typer:
@@ -45,6 +57,7 @@ def build_app() -> typer.Typer:
         cls=Commands,
         help="Speculative decoding that only steps where it is sure: a block drafter, a measured cost table, "
         "an exact target.",
+        epilog=EPILOG,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -53,6 +66,31 @@ def build_app() -> typer.Typer:
     for command in COMMANDS:
         command.register(app)
     return app
+
+
+def run() -> None:
+    """Parse the command line and run the command; never returns."""
+    warnings.showwarning = _one_line_warning
+    try:
+        try:
+            app()
+        finally:  # help and version are printed without a command
+            entry.flush_output()
+    except OSError as problem:
+        if (code := _unwritable(problem)) is None:
+            raise
+        raise SystemExit(code) from None
+
+
+def _unwritable(problem: OSError) -> int | None:
+    """The exit code after an output that cannot be written, which is said; None where the error is another one."""
+    if (found := entry.output_error(problem)) is None:
+        return None
+    code, message = found
+    if message is not None:
+        complain(message)
+    entry.discard_output()
+    return code
 
 
 def _print_version(wanted: bool) -> None:
@@ -73,16 +111,7 @@ def _root(
 
 def _one_line_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if not issubclass(category, (DeprecationWarning, FutureWarning)):
-        print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+        complain(str(message), kind="warning")
 
 
 app = build_app()
-
-
-def main() -> None:
-    """Run the command line; never returns."""
-    warnings.showwarning = _one_line_warning
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a mark instead
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    app()

@@ -8,16 +8,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surefoot.cli import options
+from surefoot.cli import entry, options
 from surefoot.cli.profile import measure_missing
-from surefoot.cli.report import note, output_as_dict, planner_note, print_json, statistics_line
+from surefoot.cli.report import (
+    complain,
+    error_of,
+    note,
+    output_as_dict,
+    planner_note,
+    print_json,
+    statistics_line,
+)
 from surefoot.errors import SurefootError
 from surefoot.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from surefoot.llm import LLM, RequestOutput
 
-HELP = "/reset forgets the conversation, /stats shows figures, /exit (or Ctrl-D) leaves; Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation, /stats shows figures, /exit (or Ctrl-D) leaves; Ctrl-C stops an answer or clears the "
+    "line; Alt-Enter begins another line; // at the start of a message is one slash"
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -36,31 +47,43 @@ def chat(
     gamma: options.Gamma = None,
     width: options.Width = "auto",
     cost_table: options.CostTable = "auto",
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = None,
     max_tokens: options.MaxTokens = 512,
+    stop: options.Stop = None,
     system: Annotated[str | None, typer.Option("--system", help="System message of the conversation.")] = None,
     whole: Annotated[
         bool, typer.Option("--whole/--lines", help="Piped input is one message, or one message per line.")
     ] = False,
+    chat_template_kwargs: options.TemplateArguments = None,
     max_model_len: options.MaxModelLen = None,
     json: options.Json = False,
     stats: options.ShowStatistics = True,
 ) -> None:
-    """Talk with a model that has a chat template; with piped input, answer every line and leave."""
+    """Talk with a model that has a chat template; with piped input, answer every line and leave.
+
+    At a terminal a pasted block of lines is one message, Ctrl-C stops the answer (or clears the line) and keeps the
+    conversation, and Ctrl-D ends it.
+    """
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         seed=seed,
         max_tokens=max_tokens,
+        stop=options.parse_stop(stop),
     )
+    variables = options.parse_template_arguments(chat_template_kwargs)
     llm = options.load_llm(
         model,
         drafter=drafter,
@@ -76,13 +99,15 @@ def chat(
         max_model_len=max_model_len,
     )
     try:
-        conversation = Conversation(llm, params, system)
+        conversation = Conversation(llm, params, system, variables)
         conversation.check()
         measure_missing(llm, cost_table)
         if sys.stdin.isatty():
             _talk(conversation, stats)
         else:
-            _answer_piped(conversation, whole=whole, json=json, stats=stats)
+            failed = _answer_piped(conversation, whole=whole, json=json, stats=stats)
+            if failed:
+                raise typer.Exit(entry.EXIT_FAILED)
     finally:
         llm.close()
 
@@ -90,15 +115,17 @@ def chat(
 class Conversation:
     """Messages so far, and what answering them cost."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
-        self.llm, self.params = llm, params
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None = None, variables: dict[str, Any] | None = None
+    ) -> None:
+        self.llm, self.params, self.variables = llm, params, variables
         self.start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.start)
         self.last: RequestOutput | None = None
 
     def check(self) -> None:
         """Raise now, not after the first question, if the model has no chat template."""
-        self.llm.chat_tokens([*self.start, {"role": "user", "content": "?"}])
+        self.llm.chat_tokens([*self.start, {"role": "user", "content": "?"}], self.variables)
 
     def reset(self) -> None:
         self.messages = list(self.start)
@@ -106,24 +133,25 @@ class Conversation:
     def ask(self, question: str) -> Generator[str, None, None]:
         """Stream the answer; it becomes part of the conversation as far as it came. A refused question does not."""
         messages = [*self.messages, {"role": "user", "content": question}]
-        stream = self.llm.stream_chat(messages, self.params)
+        stream = self.llm.stream_chat(messages, self.params, chat_template_kwargs=self.variables)
         events = iter(stream)
-        answered = False
+        shown: list[str] = []
         try:
             for event in events:
-                answered = True
+                shown.append(event.text)
                 yield event.text
         finally:
             if isinstance(events, Generator):
                 events.close()  # cancels a request that is still running
-            if answered:
+            if shown:  # the engine may be further than what was shown
                 self.last = stream.result
-                self.messages = [*messages, {"role": "assistant", "content": self.last.text}]
+                self.messages = [*messages, {"role": "assistant", "content": "".join(shown)}]
 
 
-def _answer_piped(conversation: Conversation, *, whole: bool, json: bool, stats: bool) -> None:
+def _answer_piped(conversation: Conversation, *, whole: bool, json: bool, stats: bool) -> bool:
+    """Answer what standard input holds; whether an answer failed."""
     questions = [sys.stdin.read()] if whole else (line.rstrip("\n") for line in sys.stdin)
-    turns = []
+    turns, failed = [], False
     for question in filter(str.strip, questions):
         for text in conversation.ask(question):
             if not json:
@@ -131,6 +159,9 @@ def _answer_piped(conversation: Conversation, *, whole: bool, json: bool, stats:
                 sys.stdout.flush()
         assert conversation.last is not None
         turns.append(output_as_dict(conversation.last))
+        if error := error_of(conversation.last):
+            failed = True
+            complain(error)
         if not json:
             sys.stdout.write("\n")
             sys.stdout.flush()
@@ -138,32 +169,38 @@ def _answer_piped(conversation: Conversation, *, whole: bool, json: bool, stats:
                 note(statistics_line(conversation.last))
     if json:
         print_json({"messages": conversation.messages, "turns": turns, "engine": conversation.llm.describe()})
+    return failed
 
 
 def _talk(conversation: Conversation, stats: bool) -> None:
-    """Read, answer, repeat. Ctrl-C stops an answer; at the prompt it leaves the program."""
-    import contextlib
+    """Read, answer, repeat. Ctrl-C never ends the conversation: it clears the line, or stops the answer."""
+    from surefoot.cli.input_line import InputLine
 
-    with contextlib.suppress(ImportError):  # line editing and history, where Python was built with them
-        import readline  # noqa: F401
+    line = InputLine()
     note(HELP)
     while True:
         try:
-            question = input("> ").strip()
-        except EOFError:
-            typer.echo()
-            return
-        if question in ("/exit", "/quit"):
-            return
-        if question == "/reset":
-            conversation.reset()
-            note("the conversation is forgotten")
-        elif question == "/stats":
-            _show_figures(conversation)
-        elif question.startswith("/"):
-            note(HELP)
-        elif question:
-            _answer(conversation, question, stats)
+            if (typed := line.read()) is None or not _respond(conversation, typed.strip(), stats):
+                return
+        except KeyboardInterrupt:
+            entry.stay()
+
+
+def _respond(conversation: Conversation, typed: str, stats: bool) -> bool:
+    """Do what was typed, a command or a message; False to leave."""
+    command = typed if "\n" not in typed else ""  # a pasted block is a message, whatever it begins with
+    if command in ("/exit", "/quit"):
+        return False
+    if command == "/reset":
+        conversation.reset()
+        note("the conversation is forgotten")
+    elif command == "/stats":
+        _show_figures(conversation)
+    elif command.startswith("/") and not command.startswith("//"):
+        note(f"{command.split()[0]} is no command. {HELP}")
+    elif typed:
+        _answer(conversation, typed[1:] if command.startswith("//") else typed, stats)
+    return True
 
 
 def _answer(conversation: Conversation, question: str, stats: bool) -> None:
@@ -173,15 +210,21 @@ def _answer(conversation: Conversation, question: str, stats: bool) -> None:
             sys.stdout.write(text)
             sys.stdout.flush()
     except KeyboardInterrupt:
+        entry.stay()
         answer.close()
-        typer.echo()
+        sys.stdout.write("\n")
         note("stopped")
         return
-    except SurefootError as error:
-        typer.echo(f"error: {error} (or start over with /reset)", err=True)
+    except SurefootError as problem:
+        complain(f"{problem} (or start over with /reset)")
         return
-    typer.echo()
-    if stats and conversation.last is not None:
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if conversation.last is None:
+        return
+    if error := error_of(conversation.last):
+        complain(error)
+    elif stats:
         note(statistics_line(conversation.last))
 
 

@@ -1,16 +1,31 @@
-"""`surefoot generate`: one prompt, streamed."""
+"""`surefoot generate`: one prompt, streamed, or many as JSON lines."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.report import note, output_as_dict, planner_note, print_json, statistics_line
-from surefoot.errors import RequestError
+from surefoot.cli.batch import BatchLine, answer_lines, opened, read_lines
+from surefoot.cli.entry import EXIT_FAILED
+from surefoot.cli.report import (
+    complain,
+    error_of,
+    logprobs_lines,
+    note,
+    output_as_dict,
+    planner_note,
+    print_json,
+    statistics_line,
+)
+from surefoot.errors import ConfigurationError, RequestError
 from surefoot.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from surefoot.llm import LLM, Stream
 
 
 def register(app: typer.Typer) -> None:
@@ -19,7 +34,9 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to continue; - reads standard input.", metavar="PROMPT")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to continue; - reads standard input.", metavar="PROMPT")
+    ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -30,7 +47,7 @@ def generate(
     gamma: options.Gamma = None,
     width: options.Width = "auto",
     cost_table: options.CostTable = "auto",
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
@@ -40,10 +57,38 @@ def generate(
     seed: options.Seed = None,
     max_tokens: options.MaxTokens = 256,
     stop: options.Stop = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            help="Log-probability of every token and of so many of the likeliest (0: the token's only).",
+            rich_help_panel="Output",
+        ),
+    ] = None,
     chat: Annotated[
         bool,
         typer.Option("--chat/--raw", help="Wrap the prompt in the model's chat template, or continue it as it is."),
     ] = False,
+    chat_template_kwargs: options.TemplateArguments = None,
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            "--batch",
+            help="Many prompts instead of one: JSON lines with prompt, prompt_token_ids or messages, and any id and "
+            "sampling parameters of their own; - reads standard input. One JSON line each comes back, in order.",
+            metavar="FILE",
+            rich_help_panel="Batch",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the batch here.", show_default="standard output", rich_help_panel="Batch"
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option("--max-num-seqs", min=1, help="Prompts of a batch that run at once.", rich_help_panel="Batch")
+    ] = 16,
     max_model_len: options.MaxModelLen = None,
     trace: options.Trace = None,
     json: options.Json = False,
@@ -51,7 +96,7 @@ def generate(
 ) -> None:
     """Continue PROMPT as it stands, streaming the text to standard output and one line of statistics to standard error.
 
-    For questions to an assistant, use `surefoot chat`: it applies the model's chat template.
+    For questions to an assistant, use `surefoot chat`, or `--chat`: they apply the model's chat template.
     """
     params = SamplingParams(
         temperature=temperature,
@@ -64,10 +109,20 @@ def generate(
         seed=seed,
         max_tokens=max_tokens,
         stop=options.parse_stop(stop),
+        logprobs=logprobs,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not text:
-        raise RequestError("the prompt is empty: give a text, or - to read standard input")
+    variables = options.parse_template_arguments(chat_template_kwargs)
+    if variables is not None and not chat and batch is None:
+        raise ConfigurationError("--chat-template-kwargs is for a chat template: add --chat")
+    if (prompt is None) == (batch is None):
+        raise ConfigurationError("give one of PROMPT and --batch FILE: a text to continue, or JSON lines of many")
+    if output is not None and batch is None:
+        raise ConfigurationError("--output is for --batch; redirect the text of one prompt with '> FILE'")
+    if output is not None and output == batch:
+        raise ConfigurationError(f"--output and --batch are both {output}: write the answers to another file")
+    text = "" if batch is not None else _read(prompt)
+    lines = [] if batch is None else read_lines(batch, params, chat=chat, variables=variables)
+    sink = opened(output)
     llm = options.load_llm(
         model,
         drafter=drafter,
@@ -80,22 +135,56 @@ def generate(
         quantize=quantize,
         trust_remote_code=trust_remote_code,
         seed=seed,
+        max_num_seqs=max_num_seqs if batch is not None else 1,
         trace=trace,
         max_model_len=max_model_len,
     )
     try:
-        stream = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
-        for event in stream:
-            if not json:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-        output = stream.result
-        if json:
-            print_json({**output_as_dict(output), "engine": llm.describe()})
-            return
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        if stats:
-            note("; ".join(filter(None, [statistics_line(output), planner_note(llm)])))
+        if batch is not None:
+            _answer_batch(llm, lines, sink, stats)
+        elif chat:
+            messages = [{"role": "user", "content": text}]
+            _answer_one(llm, llm.stream_chat(messages, params, chat_template_kwargs=variables), json=json, stats=stats)
+        else:
+            _answer_one(llm, llm.stream(text, params), json=json, stats=stats)
     finally:
         llm.close()
+        if output is not None:
+            sink.close()
+
+
+def _read(prompt: str | None) -> str:
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise RequestError("the prompt is empty: give a text, or - to read standard input")
+    return text
+
+
+def _answer_one(llm: LLM, stream: Stream, *, json: bool, stats: bool) -> None:
+    for event in stream:
+        if not json:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    result = stream.result
+    if json:
+        print_json({**output_as_dict(result, llm.tokenizer), "engine": llm.describe()})
+    else:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        for line in logprobs_lines(result, llm.tokenizer):
+            note(line)
+        if stats:
+            note("; ".join(filter(None, [statistics_line(result), planner_note(llm)])))
+    if error := error_of(result):
+        complain(error)
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _answer_batch(llm: LLM, lines: list[BatchLine], sink: TextIO, stats: bool) -> None:
+    failed = answer_lines(llm, lines, sink, show=sink is not sys.stdout or not sys.stdout.isatty())
+    if stats:
+        note("; ".join(filter(None, [f"{len(lines) - len(failed)} lines answered", planner_note(llm)])))
+    if failed:
+        some = ", ".join(map(str, failed[:10])) + (", …" if len(failed) > 10 else "")
+        complain(f"{len(failed)} of {len(lines)} lines failed, the reason is in their answers: line {some}")
+        raise typer.Exit(EXIT_FAILED)

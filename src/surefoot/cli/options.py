@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from surefoot.cli.entry import importing
 from surefoot.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ def complete_drafter(incomplete: str) -> list[str]:
     """Shell completion of the drafter words."""
     return _starting_with(DRAFTERS, incomplete)
 
+
+DEFAULT_TEMPERATURE = 0.0
+"""The rule for temperatures that are not given: commands are greedy, so that what they print can be repeated; in a batch,
+lines take the temperature of the command; in Python `SamplingParams()` is the target's own distribution, temperature 1."""
 
 _MODEL, _SPECULATION, _SAMPLING, _OUTPUT = "Model", "Speculation", "Sampling", "Output"
 
@@ -127,7 +133,12 @@ Trace = Annotated[
 ]
 Temperature = Annotated[
     float,
-    typer.Option("--temperature", "-t", help="0 is greedy, 1 the model's own distribution.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        "--temperature",
+        "-t",
+        help="0 is greedy (the default of every command), 1 the model's own distribution.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 is off.", rich_help_panel=_SAMPLING)]
 TopP = Annotated[
@@ -160,6 +171,15 @@ Stop = Annotated[
         "--stop", help=r"End at this text; may be given several times; \n is a line end.", rich_help_panel=_OUTPUT
     ),
 ]
+TemplateArguments = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        help="""Further variables of the chat template, as JSON: '{"enable_thinking": false}'.""",
+        metavar="JSON",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.", rich_help_panel=_OUTPUT)]
 ShowStatistics = Annotated[
     bool,
@@ -187,6 +207,25 @@ def parse_width(width: str) -> int | str | None:
 def parse_stop(stop: list[str] | None) -> tuple[str, ...]:
     r"""Stop strings as typed in a shell, where a line end is hard to type: `\n` and `\t` stand for themselves."""
     return tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in stop or ())
+
+
+def parse_template_arguments(text: str | None) -> dict[str, Any] | None:
+    """`--chat-template-kwargs` as a mapping.
+
+    Raises:
+        ConfigurationError: no JSON object.
+    """
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigurationError(
+            f"chat-template-kwargs is {text!r}; allowed: a JSON object such as '{{\"enable_thinking\": false}}'"
+        )
+    return value
 
 
 def load_llm(
@@ -222,7 +261,8 @@ def load_llm(
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-    from surefoot.llm import LLM
+    with importing():
+        from surefoot.llm import LLM
 
     return LLM(
         model=model,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from surefoot.engine.output import TokenLogprobs
     from surefoot.llm import LLM, RequestOutput
     from surefoot.speculation.statistics import RequestStatistics
 
@@ -50,10 +53,10 @@ def statistics_as_dict(statistics: RequestStatistics) -> dict[str, Any]:
     }
 
 
-def output_as_dict(output: RequestOutput) -> dict[str, Any]:
-    """One finished request, JSON-ready. Times are in seconds."""
+def output_as_dict(output: RequestOutput, tokenizer: Any = None) -> dict[str, Any]:
+    """One finished request, JSON-ready. Times are in seconds; log-probabilities are there where they were asked for."""
     timing = output.timing
-    return {
+    found: dict[str, Any] = {
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
@@ -68,11 +71,62 @@ def output_as_dict(output: RequestOutput) -> dict[str, Any]:
             "tokens_per_s": timing.tokens_per_s,
         },
     }
+    if error := error_of(output):
+        found["error"] = error
+    if output.logprobs is not None:
+        found["logprobs"] = [token_logprobs(entry, tokenizer) for entry in output.logprobs]
+    return found
+
+
+def error_of(output: RequestOutput) -> str | None:
+    """Why the engine gave the request up, if it did."""
+    if output.finish_reason != "error":
+        return None
+    return getattr(output, "error", None) or "the engine gave no reason"
+
+
+def token_logprobs(entry: TokenLogprobs, tokenizer: Any = None) -> dict[str, Any]:
+    """One emitted token and the likeliest ones at its place, natural logarithms, with their texts."""
+
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        text = {} if tokenizer is None else {"token": tokenizer.decode([token_id])}
+        return {"token_id": token_id, **text, "logprob": logprob}
+
+    return {**named(entry.token_id, entry.logprob), "top": [named(*pair) for pair in entry.top]}
+
+
+def logprobs_lines(output: RequestOutput, tokenizer: Any = None) -> list[str]:
+    """A line per emitted token: its log-probability, its text, and those of the likeliest tokens."""
+
+    def shown(entry: dict[str, Any]) -> str:
+        return f"{entry['logprob']:8.3f} {entry.get('token', entry['token_id'])!r}"
+
+    lines = []
+    for entry in output.logprobs or ():
+        found = token_logprobs(entry, tokenizer)
+        lines.append("  |".join([f"{shown(found):30s}", *map(shown, found["top"])]).rstrip())
+    return lines
+
+
+def json_ready(value: Any) -> Any:
+    """`value` with null for every number that JSON does not have (NaN, infinities), at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(item) for item in value]
+    return value
+
+
+def json_line(value: dict[str, Any]) -> str:
+    """One object on one line; what JSON cannot say (paths, dtypes) as its text."""
+    return json.dumps(json_ready(value), ensure_ascii=False, default=str, allow_nan=False)
 
 
 def print_json(value: dict[str, Any]) -> None:
     """One object on standard output; what JSON cannot say (paths, dtypes) as its text."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    typer.echo(json.dumps(json_ready(value), indent=2, ensure_ascii=False, default=str, allow_nan=False))
 
 
 def statistics_line(output: RequestOutput) -> str:
@@ -109,5 +163,18 @@ def histogram_text(histogram: Sequence[int]) -> str:
 
 
 def note(text: str) -> None:
-    """A remark beside the output: standard error, so that standard output holds the output alone."""
-    typer.secho(text, err=True, dim=True)
+    """A remark beside the output: on standard error, so that standard output holds the output alone."""
+    with contextlib.suppress(OSError):  # a remark that cannot be shown is no reason to fail
+        typer.secho(text, err=True, dim=True)
+
+
+def complain(text: str, kind: str = "error") -> None:
+    """What went wrong, in one line on standard error."""
+    with contextlib.suppress(OSError):
+        typer.echo(f"{kind}: {' '.join(text.split())}", err=True)
+
+
+def alarm(text: str) -> None:
+    """What must never happen, in red on standard error."""
+    with contextlib.suppress(OSError):
+        typer.secho(text, err=True, fg="red", bold=True)

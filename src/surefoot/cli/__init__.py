@@ -1,1 +1,1 @@
-"""The command line: `app.py` is the entry point, every other module one command with its `register(app)`."""
+"""The command line: `entry.py` is where it begins, `app.py` the commands together, `process.py` exit codes and signals."""

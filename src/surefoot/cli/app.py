@@ -1,7 +1,7 @@
 """The commands as one application, and what they share: version, errors in one line, what becomes of a signal.
 
 A command is a module with `register(app)`; adding one is adding its module to `COMMANDS`. Nothing here or at the top of
-a command module may import torch or transformers: `surefoot --help` answers at once. Exit codes are listed in `entry.py`.
+a command module may import torch or transformers: `surefoot --help` answers at once. Exit codes are listed in `process.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from surefoot.cli import bench, calibrate, chat, demo, entry, evaluate, generate, inspect, profile, simulate, train
-from surefoot.cli.entry import main as main  # the entry point of earlier installations
+from surefoot.cli import bench, calibrate, chat, demo, evaluate, generate, inspect, process, profile, simulate, train
 from surefoot.cli.report import complain, note
 from surefoot.errors import SurefootError
 from surefoot.version import __version__
@@ -32,22 +31,22 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with entry.interruptible():
+            with process.interruptible():
                 result = super().invoke(ctx)
-                entry.flush_output()
+                process.flush_output()
                 return result
         except SurefootError as error:
             complain(str(error))
-            raise typer.Exit(entry.EXIT_USER_ERROR) from None
+            raise typer.Exit(process.EXIT_USER_ERROR) from None
         except KeyboardInterrupt:
             note("")
-            raise typer.Exit(entry.EXIT_INTERRUPTED) from None
+            raise typer.Exit(process.EXIT_INTERRUPTED) from None
         except OSError as problem:
             if (code := _unwritable(problem)) is None:
                 raise
             raise typer.Exit(code) from None
         finally:
-            entry.restore_terminal()
+            process.restore_terminal()
 
 
 def build_app() -> typer.Typer:
@@ -68,6 +67,12 @@ def build_app() -> typer.Typer:
     return app
 
 
+def main() -> None:
+    """The entry point of installations made before there was `entry.py`."""
+    process.prepare()
+    run()
+
+
 def run() -> None:
     """Parse the command line and run the command; never returns."""
     warnings.showwarning = _one_line_warning
@@ -75,7 +80,7 @@ def run() -> None:
         try:
             app()
         finally:  # help and version are printed without a command
-            entry.flush_output()
+            process.flush_output()
     except OSError as problem:
         if (code := _unwritable(problem)) is None:
             raise
@@ -84,12 +89,12 @@ def run() -> None:
 
 def _unwritable(problem: OSError) -> int | None:
     """The exit code after an output that cannot be written, which is said; None where the error is another one."""
-    if (found := entry.output_error(problem)) is None:
+    if (found := process.output_error(problem)) is None:
         return None
     code, message = found
     if message is not None:
         complain(message)
-    entry.discard_output()
+    process.discard_output()
     return code
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surefoot.cli import entry, options
+from surefoot.cli import options, process
 from surefoot.cli.profile import measure_missing
 from surefoot.cli.report import (
     complain,
@@ -107,7 +107,7 @@ def chat(
         else:
             failed = _answer_piped(conversation, whole=whole, json=json, stats=stats)
             if failed:
-                raise typer.Exit(entry.EXIT_FAILED)
+                raise typer.Exit(process.EXIT_FAILED)
     finally:
         llm.close()
 
@@ -183,7 +183,7 @@ def _talk(conversation: Conversation, stats: bool) -> None:
             if (typed := line.read()) is None or not _respond(conversation, typed.strip(), stats):
                 return
         except KeyboardInterrupt:
-            entry.stay()
+            process.stay()
 
 
 def _respond(conversation: Conversation, typed: str, stats: bool) -> bool:
@@ -210,7 +210,7 @@ def _answer(conversation: Conversation, question: str, stats: bool) -> None:
             sys.stdout.write(text)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        entry.stay()
+        process.stay()
         answer.close()
         sys.stdout.write("\n")
         note("stopped")

@@ -21,7 +21,7 @@ from surefoot.cli.comparison import (
     stream_of,
 )
 from surefoot.cli.demo_prompts import DEMO_PROMPTS
-from surefoot.cli.entry import EXIT_FAILED
+from surefoot.cli.process import EXIT_FAILED
 from surefoot.cli.profile import measure_missing
 from surefoot.cli.report import (
     accepted_length,

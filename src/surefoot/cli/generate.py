@@ -10,7 +10,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.batch import BatchLine, answer_lines, opened, read_lines
-from surefoot.cli.entry import EXIT_FAILED
+from surefoot.cli.process import EXIT_FAILED
 from surefoot.cli.report import (
     complain,
     error_of,

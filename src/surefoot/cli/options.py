@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surefoot.cli.entry import importing
+from surefoot.cli.process import importing
 from surefoot.errors import ConfigurationError
 
 if TYPE_CHECKING:

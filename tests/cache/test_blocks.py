@@ -101,6 +101,34 @@ def test_a_compressed_group_holds_fewer_blocks_and_bounds_what_is_shared() -> No
     assert [pool.num_used for pool in blocks.pools] == [0, 0]
 
 
+def test_what_is_shared_ends_a_block_in_every_group() -> None:
+    blocks = BlockManager((Group(stride=2), Group(stride=3)), (40, 40), 4)
+    tokens = list(range(80))
+    blocks.admit(0, tokens)
+    blocks.reserve(0, 80)
+    blocks.commit(0, tokens, 80)
+    assert blocks.admit(1, [*tokens[:41], 99]) == 24  # 40 would do for one group, 36 for the other
+    assert [len(group) for group in blocks.sequences[1].blocks] == [3, 2]
+
+
+def test_a_shared_block_is_free_when_its_last_owner_leaves() -> None:
+    blocks = BlockManager((None,), (20,), 4)
+    tokens = list(range(9))
+    for slot in range(3):
+        blocks.admit(slot, tokens)
+        blocks.reserve(slot, 9)
+        blocks.commit(slot, tokens, 9)
+    shared = blocks.sequences[0].blocks[0][:2]
+    for slot, used in ((0, 4), (1, 3), (2, 0)):
+        blocks.release(slot)
+        assert blocks.pools[0].num_used == used
+        blocks.admit(9, [50])
+        grown = blocks.reserve(9, 4)
+        assert grown is not None
+        assert not {block for _, _, new in grown for block in new} & set(shared), "a block in use was handed out"
+        blocks.release(9)
+
+
 def test_a_group_without_blocks_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="at least 2 blocks"):
         BlockPool(1)

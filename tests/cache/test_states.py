@@ -11,27 +11,41 @@ from surefoot.cache.paged import PagedCache
 from surefoot.cache.states import StateRing
 
 
-def run(ring: StateRing, slot: int, values: list[float]) -> None:
-    """A window of these rows: the state after row o is the committed state plus the first o + 1 values."""
+def run(ring: StateRing, slot: int, at: int, values: list[float], context: int = 0) -> None:
+    """Rows from position `at` on, `context` of them before the window; the state after a row is the sum of all values."""
     slots = torch.tensor([slot])
-    state = ring.committed(0, slots)[0]
-    for offset, value in enumerate(values):
-        state = state + value
-        ring.write(0, slots, torch.tensor([offset]), state.unsqueeze(0))
+    ring.begin(slots, torch.tensor([at + context]))
+    sums = ring.committed(0, slots) + torch.tensor(values).cumsum(0).unsqueeze(1)
+    rows = len(values)
+    # One row of padding, which claims to be the request's own.
+    ring.write(
+        0,
+        torch.full((rows + 1,), slot),
+        torch.arange(at, at + rows + 1),
+        torch.arange(rows + 1) < rows,
+        torch.cat([sums, torch.full_like(sums[:1], torch.nan)]),
+    )
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 4)), max_size=12))
-def test_a_state_is_rewound_by_choosing_it(steps: list[tuple[list[int], int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 3)),
+        max_size=12,
+    )
+)
+def test_a_state_is_rewound_by_choosing_it(steps: list[tuple[list[int], int, int]]) -> None:
     ring = StateRing((StateSpec((2,)),), max_num_seqs=3, frontier=4)
     ring.enter(1)
-    expected = 0.0
-    for values, kept in steps:
-        kept = min(kept, len(values))
-        run(ring, 1, [float(value) for value in values])
+    expected, at = 0.0, 0
+    for window, kept, context in steps:
+        kept = min(kept, len(window))
+        values = [5.0] * context + [float(value) for value in window]
+        run(ring, 1, at, values, context)
         assert ring.committed(0, torch.tensor([1])).tolist() == [[expected] * 2], "a window changed the committed state"
-        run(ring, 1, [float(value) for value in values])  # a step that failed runs again and finds the same state
-        ring.commit(torch.tensor([1]), torch.tensor([kept]))
-        expected += sum(values[:kept])
+        run(ring, 1, at, values, context)  # a step that failed runs again and finds the same state
+        ring.commit(torch.tensor([1]), torch.tensor([at + context + kept]))
+        expected += sum(values[: context + kept])
+        at += context + kept
         assert ring.committed(0, torch.tensor([1])).tolist() == [[expected] * 2]
     assert ring.committed(0, torch.tensor([0, 2])).abs().sum() == 0, "another request's state changed"
 
@@ -39,17 +53,19 @@ def test_a_state_is_rewound_by_choosing_it(steps: list[tuple[list[int], int]]) -
 def test_the_longest_window_leaves_the_committed_state_alone() -> None:
     ring = StateRing((StateSpec((1,)),), max_num_seqs=1, frontier=5)
     ring.enter(0)
-    for _ in range(7):
+    for step in range(7):
         before = ring.committed(0, torch.tensor([0])).clone()
-        run(ring, 0, [1.0] * 5)
+        run(ring, 0, 5 * step, [1.0] * 5)
         assert torch.equal(ring.committed(0, torch.tensor([0])), before)
-        ring.commit(torch.tensor([0]), torch.tensor([5]))
+        ring.commit(torch.tensor([0]), torch.tensor([5 * step + 5]))
 
 
 def test_who_enters_a_slot_starts_from_zero() -> None:
     ring = StateRing((StateSpec((1,)),), max_num_seqs=1, frontier=2)
-    run(ring, 0, [3.0, 4.0])
-    ring.commit(torch.tensor([0]), torch.tensor([2]))
+    for at in range(3):  # around the ring: every place has been written
+        run(ring, 0, at, [3.0, 4.0])
+        ring.commit(torch.tensor([0]), torch.tensor([at + 1]))
+    assert ring.committed(0, torch.tensor([0])).item() == 9
     ring.enter(0)
     assert ring.committed(0, torch.tensor([0])).item() == 0
 
@@ -76,4 +92,4 @@ def test_a_cache_holds_layers_of_any_shape_and_stride() -> None:
     slots = cache.cache_slots(1, torch.tensor([1, 1, 1]), torch.tensor([0, 15, 16]))
     assert slots.tolist() == [8, 11, 4]
     stored = sum(t.numel() for layer in cache.target_kv for t in layer) * 4
-    assert cache.num_bytes == stored + 2 * 4 * 5 * 8
+    assert cache.num_bytes == stored + (2 + 1) * 4 * 5 * 8

@@ -30,6 +30,7 @@ class CheapTarget:
     hidden_size = HIDDEN
     max_model_len = 4096
     eos_token_ids: frozenset[int] = frozenset()
+    states = ()
 
     def __init__(self, vocab_size: int = 16, windows: tuple[int | None, ...] = (6, None), seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -18,20 +18,22 @@ from surefoot.cache.layers import StateSpec
 
 
 class StateRing:
-    """States of all layers and requests.
+    """States of all layers and requests, as device data.
 
     Attributes:
-        index: [S] int64, the place of the committed state in each request's ring. Written only by `enter` and `commit`.
-        states: per layer, [S, frontier + 1, *shape].
+        index: [S] int64, the place of the committed state in each request's ring.
+        first: [S] int64, the position of the first row of this step that leaves a candidate.
+        states: per layer, [S + 1, frontier + 1, *shape]; the last request is scratch.
     """
 
     def __init__(
         self, specs: tuple[StateSpec, ...], max_num_seqs: int, frontier: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.specs, self.places = specs, frontier + 1
+        self.places, self.scratch = frontier + 1, max_num_seqs
         self.index = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.first = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.states = [
-            torch.zeros(max_num_seqs, self.places, *spec.shape, dtype=spec.dtype, device=device) for spec in specs
+            torch.zeros(max_num_seqs + 1, self.places, *spec.shape, dtype=spec.dtype, device=device) for spec in specs
         ]
 
     def enter(self, slot: int) -> None:
@@ -40,23 +42,35 @@ class StateRing:
         for states in self.states:
             states[slot, 0].zero_()
 
+    def begin(self, slots: Tensor, first: Tensor) -> None:
+        """Start a step of the requests in `slots` ([R] int64).
+
+        Args:
+            first: [R] int64, the anchor's position; of a chunk that does not emit, the position of its last row.
+        """
+        self.first.index_copy_(0, slots, first)
+
     def committed(self, layer: int, slots: Tensor) -> Tensor:
         """[R, *shape]: the states that a step of the requests in `slots` ([R] int64) starts from."""
         return self.states[layer][slots, self.index[slots]]
 
-    def write(self, layer: int, slots: Tensor, offsets: Tensor, values: Tensor) -> None:
-        """Store candidate states.
+    def write(self, layer: int, row_slot: Tensor, positions: Tensor, real: Tensor, values: Tensor) -> None:
+        """Keep the states after the rows of a pass, as far as they are candidates.
 
         Args:
-            slots: [N] int64, state slot of each candidate.
-            offsets: [N] int64 in 0 ... frontier - 1, the row of the window that the state comes after.
-            values: [N, *shape].
+            row_slot, positions: [T] int64, owner and position of each row.
+            real: [T] bool, False for padding.
+            values: [T, *shape], the state after each row.
         """
         states = self.states[layer]
-        states[slots, (self.index[slots] + offsets + 1) % self.places] = values.to(states.dtype)
+        offset = positions - self.first[row_slot]
+        slots = torch.where(real & (offset >= 0), row_slot, self.scratch)
+        places = (self.index[row_slot] + offset.clamp(min=0) + 1) % self.places
+        states[slots, places] = values.to(states.dtype)
 
-    def commit(self, slots: Tensor, rows: Tensor) -> None:
-        """Make the state after `rows` window rows ([R] int64 >= 1) the committed one."""
+    def commit(self, slots: Tensor, lengths: Tensor) -> None:
+        """Make the state after position `lengths - 1` ([R] int64), a candidate of this step, the committed one."""
+        rows = lengths - self.first.index_select(0, slots)
         self.index.index_copy_(0, slots, (self.index.index_select(0, slots) + rows) % self.places)
 
     @property

@@ -88,11 +88,17 @@ class Engine:
             max_num_seqs=options.max_num_seqs,
             max_model_len=self.max_model_len + room,
             dtype=target.dtype,
+            states=target.states,
+            frontier=frontier,
         )
         _check_memory(make_cache(device="meta").num_bytes, target.device)
         self.cache = make_cache(device=target.device)
         self.blocks = BlockManager(
-            self.cache.groups, self.cache.group_blocks, options.block_size, prefix_reuse=options.prefix_reuse
+            self.cache.groups,
+            self.cache.group_blocks,
+            options.block_size,
+            # A state is not kept for every block, so a prefix cannot be entered in its middle.
+            prefix_reuse=options.prefix_reuse and not target.states,
         )
         self.scheduler = Scheduler(self.blocks, options.max_num_seqs, options.max_num_batched_tokens, frontier)
         self.state = DeviceState(options.max_num_seqs, self.max_model_len, room + 1, target.device)

@@ -34,6 +34,12 @@ def pack(
     Returns:
         The batch, and [E] int64.
     """
+    if cache.states is not None:
+        for entering in inputs.updates.slots:
+            cache.states.enter(entering.slot)
+        first = requests.lengths + requests.context
+        first[inputs.num_emitting :] -= 1  # the last row of a chunk that does not emit
+        cache.states.begin(requests.slots, first)
     if not reads_are_free:
         return pack_with_torch(inputs, requests, widths, history, cache, bucket)
     drafts = sum(widths.tolist())

@@ -152,10 +152,8 @@ class DecodeStep:
 
     def _pack(self, inputs: StepInputs, requests: StepRequests, widths: Tensor) -> tuple[FlatBatch, Tensor]:
         """The flat batch, and the logit row of every emitting request's anchor ([E] int64)."""
-        history, bucket = self.state.history, self.runner.bucket
-        batch, anchor_row = pack(
-            inputs, requests, widths, history, self.cache, bucket, reads_are_free=self.reads_are_free
-        )
+        bucket, free = self.runner.bucket, self.reads_are_free
+        batch, anchor_row = pack(inputs, requests, widths, self.state.history, self.cache, bucket, reads_are_free=free)
         if self.check_layout:
             check_layout(inputs, self.state, self.cache, batch, widths, anchor_row)
         return batch, anchor_row
@@ -196,5 +194,7 @@ class DecodeStep:
         slots, emitting = requests.slots, inputs.num_emitting
         lengths = requests.lengths + requests.context
         lengths[:emitting] += verdict.accepted + 1
+        if self.cache.states is not None:
+            self.cache.states.commit(slots, lengths)
         self.state.lengths.index_copy_(0, slots, lengths)
         self.state.history[slots[:emitting], lengths[:emitting]] = verdict.next_token

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.cache.flat_batch import FlatBatch
-from surefoot.cache.paged import LayerSpec, PagedCache
+from surefoot.cache.layers import LayerSpec, StateSpec
+from surefoot.cache.paged import PagedCache
 from surefoot.errors import ConfigurationError
 from surefoot.targets.attention import STEP_ARGUMENT, PagedStep
 from surefoot.targets.probe import probe, text_config
@@ -56,6 +57,7 @@ class Target:
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.weights = weights or f"{str(model.dtype).removeprefix('torch.')} in memory"
         self.layers: tuple[LayerSpec, ...] = self._shape.layers
+        self.states: tuple[StateSpec, ...] = ()  # what its recurrent layers keep; the probe refuses all such models yet
         self.num_layers = len(self.layers)
         self.vocab_size: int = self.config.vocab_size
         self.hidden_size: int = self.config.hidden_size

@@ -1,0 +1,190 @@
+"""Break surefoot on purpose, one line at a time, and see that the tests notice.
+
+    python tests/mutations.py              # all of them, two at a time: about half an hour
+    python tests/mutations.py cache        # those whose name or file contains "cache"
+    python tests/mutations.py --list
+
+A mutation replaces one piece of source by another that serves a wrong distribution, loses tokens or shares what must not be
+shared. The tests named beside it must fail on the copy that has it, and pass on a copy that has not. The working tree is never
+touched. It is no part of the suite, because it runs parts of the suite some fifty times.
+
+Exit status: 0 where every mutation was noticed, 1 where one survived, 2 where one no longer applies or the tests fail without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 900
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str  # below src/surefoot
+    before: str  # occurs exactly once
+    after: str
+    tests: tuple[str, ...]  # files or test ids, one of which must fail
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        "cache: the last token of a prefix hit never runs",
+        "cache/blocks.py",
+        "self._keys(token_ids[:-1])",
+        "self._keys(token_ids)",
+        ("tests/cache/test_blocks.py",),
+    ),
+    Mutation(
+        "cache: a block's key forgets what comes before it",
+        "cache/blocks.py",
+        "key=parent, digest_size=16",
+        "digest_size=16",
+        ("tests/cache/test_blocks.py",),
+    ),
+    Mutation(
+        "cache: a partly written block is shared",
+        "cache/blocks.py",
+        "(len(sequence.keys) + 1) * size <= length",
+        "(len(sequence.keys) + 1) * size <= length + 1",
+        ("tests/cache/test_blocks.py",),
+    ),
+    Mutation(
+        "cache: a window frees a block too early",
+        "cache/layers.py",
+        "max(0, length - self.window + 1) //",
+        "max(0, length - self.window + 2 + block_size) //",
+        ("tests/cache/test_blocks.py",),
+    ),
+    Mutation(
+        "cache: a shared block goes back to the free list while another request holds it",
+        "cache/blocks.py",
+        "if self._references[block] == 0:",
+        "if self._references[block] <= 1:",
+        ("tests/cache/test_blocks.py",),
+    ),
+    Mutation(
+        "cache: a block that is handed out again keeps its old name",
+        "cache/blocks.py",
+        "        if key is not None:\n            del self._block_of[key]",
+        "        if key is not None:\n            self._key_of[block] = key",
+        ("tests/cache/test_blocks.py",),
+    ),
+    Mutation(
+        "cache: a prefix is matched where a compressed group has no whole block",
+        "cache/blocks.py",
+        "        count -= count % self._unit\n",
+        "",
+        ("tests/cache/test_blocks.py",),
+    ),
+    Mutation(
+        "cache: a window overwrites the committed state",
+        "cache/states.py",
+        "offset.clamp(min=0) + 1) % self.places",
+        "offset.clamp(min=0)) % self.places",
+        ("tests/cache/test_states.py",),
+    ),
+    Mutation(
+        "cache: a request inherits the state of the one before it",
+        "cache/states.py",
+        "            states[slot, 0].zero_()",
+        "            pass",
+        ("tests/cache/test_states.py",),
+    ),
+    Mutation(
+        "step: a state is committed one row too far",
+        "cache/states.py",
+        "rows = lengths - self.first.index_select(0, slots)",
+        "rows = lengths - self.first.index_select(0, slots) + 1",
+        ("tests/engine/test_stateful_layers.py",),
+    ),
+    Mutation(
+        "packing: a chunk that does not emit leaves no state",
+        "engine/packing.py",
+        "        first[inputs.num_emitting :] -= 1",
+        "        first[inputs.num_emitting :] -= 0",
+        ("tests/engine/test_stateful_layers.py",),
+    ),
+    Mutation(
+        "cache: a compressed entry is found by its position",
+        "cache/paged.py",
+        "entries = positions if stride == 1 else positions // stride",
+        "entries = positions",
+        ("tests/cache/test_states.py",),
+    ),
+)
+
+
+def copy_of_source(folder: Path) -> Path:
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return folder / "src"
+
+
+def run(source: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Exit status and output of the tests against the package in `source`."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 1, "the tests did not end"  # a mutation that hangs is noticed
+    return done.returncode, done.stdout + done.stderr
+
+
+def judge(mutation: Mutation) -> tuple[str, str]:
+    """`noticed`, `SURVIVED` or `stale`, and why."""
+    with tempfile.TemporaryDirectory(prefix="surefoot-mutation-") as folder:
+        path = copy_of_source(Path(folder)) / "surefoot" / mutation.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(mutation.before) != 1:
+            return "stale", f"{mutation.file} contains the piece {text.count(mutation.before)} times"
+        path.write_text(text.replace(mutation.before, mutation.after), encoding="utf-8")
+        status, output = run(Path(folder) / "src", mutation.tests)
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
+    if status in (1, 2) or status < 0:  # failed, could not be collected, or died
+        return "noticed", lines[-1] if lines else output.strip()[-120:]
+    return ("SURVIVED", "") if status == 0 else ("stale", f"pytest ended with {status}: {output.strip()[-200:]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("filter", nargs="?", default="", help="part of a mutation's name or file")
+    parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    chosen = [m for m in MUTATIONS if options.filter in m.name or options.filter in m.file]
+    if options.list or not chosen:
+        print("\n".join(f"{m.file}: {m.name}" for m in chosen) or f"no mutation contains {options.filter!r}")
+        return 0 if chosen else 2
+    tests = sorted({test for mutation in chosen for test in mutation.tests})
+    with tempfile.TemporaryDirectory(prefix="surefoot-mutation-") as folder:
+        status, output = run(copy_of_source(Path(folder)), tests)
+    if status:
+        print(output[-3000:], "\nthe tests fail without any mutation: mend that first", sep="")
+        return 2
+    start, verdicts = time.monotonic(), []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for mutation, (verdict, why) in zip(chosen, pool.map(judge, chosen), strict=True):
+            verdicts.append(verdict)
+            print(f"{verdict:9} {mutation.name}  {why[:160]}", flush=True)
+    counts = {verdict: verdicts.count(verdict) for verdict in ("noticed", "SURVIVED", "stale")}
+    print(f"{counts} in {time.monotonic() - start:.0f} s")
+    return 2 if counts["stale"] else 1 if counts["SURVIVED"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -73,10 +73,10 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     def confidence_source(drafter: Any, device: Any, calibration: Any = None) -> Any:
         with unset_fake_temporarily():  # it checks its numbers
             source = honest(drafter, "cpu", calibration)
-        parts = (source, source.estimator, getattr(source, "calibration", None), getattr(drafter, "calibration", None))
+        parts = (source, source.estimator, getattr(source, "calibration", None), drafter)
         for part in parts:
             for name, value in vars(part).items() if part is not None else ():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and name != "host_weights":
                     setattr(part, name, torch.empty(value.shape, dtype=value.dtype, device=device))
         return source
 

@@ -21,6 +21,7 @@ from surefoot.kernels import native
 from surefoot.profiling.profile import profile
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
+from surefoot.speculation.estimator import Evidence
 from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.sources import COMPARE_EVERY, PROBE_EVERY, CombinedConfidence, SourceChoice
 from surefoot.speculation.statistics import Statistics
@@ -158,7 +159,8 @@ class TestNegativeControls:
                 return Draft(
                     tokens=torch.where(dislikes.unsqueeze(1), found.tokens, drawn.tokens),
                     confidence_logits=torch.where(dislikes.unsqueeze(1), torch.nan, drawn.confidence_logits),
-                    signal=found.signal,
+                    signal=drawn.signal,
+                    match=found.signal[:, 0].to(torch.int64),
                     drawn=torch.where(dislikes, -1, torch.arange(len(dislikes))),
                 )
 
@@ -252,8 +254,8 @@ DEAR = CostTable((1, 8, 64), ((10.0, 11.0, 40.0),), (1, 8), (30.0, 40.0), captur
 def blocks(choice: SourceChoice, *, match: int, accepted: int, drawn: bool, count: int = 96, width: int = 4) -> None:
     """Tell the choice and its lookup estimate about `count` equal outcomes."""
     source = CombinedConfidence(choice, SimpleNamespace(gamma=4, observe=lambda *_: None))  # type: ignore[arg-type]
-    logits = torch.full((count, 4), 0.0 if drawn else torch.nan)
-    source.observe(logits, torch.full((count, 4), float(match)), np.full(count, accepted), np.full(count, width))
+    evidence = Evidence(torch.full((count, 4), 0.0 if drawn else torch.nan), match=torch.full((count,), match))
+    source.observe(evidence, np.full(count, accepted), np.full(count, width))
 
 
 def test_before_anything_is_known_long_matches_are_copied_and_fresh_text_is_drafted() -> None:
@@ -307,18 +309,18 @@ def test_a_head_is_judged_and_taught_by_its_own_blocks_alone() -> None:
     logits = torch.tensor([[1.0, -1.0, 0.5], [2.0, 0.0, -3.0]])
     mixed = torch.full((4, 7), torch.nan)
     mixed[[0, 2], :3] = logits
-    signal = torch.tensor([0.0, 8.0, 2.0, 0.0]).unsqueeze(1).expand(-1, 7)
-    confidence = source.confidence(mixed, signal, explored=1)
-    assert torch.equal(confidence[[0, 2], :3], alone.confidence(logits, None))
+    evidence, own = Evidence(mixed, mixed, match=torch.tensor([0, 8, 2, 0])), Evidence(logits, logits)
+    confidence = source.confidence(evidence, explored=1)
+    assert torch.equal(confidence[[0, 2], :3], alone.confidence(own))
     assert not confidence[[0, 2], 3:].any()  # the trained block ends there
     assert torch.equal(confidence[1], torch.ones(7))  # a new lookup estimate is learned from whole windows
-    prior = source.confidence(mixed, signal)
+    prior = source.confidence(evidence)
     assert torch.equal(prior[[0, 2, 3]], confidence[[0, 2, 3]])
     assert torch.equal(prior[1], torch.full((7,), torch.sigmoid(torch.tensor(-2.0 + 3.0)).item()))
-    assert torch.equal(source.confidence(None, signal)[1], prior[1])  # the model did not run
+    assert torch.equal(source.confidence(Evidence(match=evidence.match))[1], prior[1])  # the model did not run
     for _ in range(40):
-        source.observe(mixed, signal, np.array([1, 7, 0, 0]), np.array([3, 7, 3, 0]))
-        alone.observe(logits, None, np.array([1, 0]), np.array([3, 3]))
+        source.observe(evidence, np.array([1, 7, 0, 0]), np.array([3, 7, 3, 0]))
+        alone.observe(own, np.array([1, 0]), np.array([3, 3]))
     estimator: Any = source.trained
     reference: Any = alone
     assert np.array_equal(estimator.estimator.fit, reference.estimator.fit)
@@ -356,7 +358,7 @@ def test_copied_text_is_looked_up_and_fresh_text_is_drafted_by_the_model(planner
     got = engine.run([prompt], SamplingParams(temperature=0, max_tokens=count))[0]
     assert got.output.token_ids == text
     decodes = [report for report in reports if report.inputs.num_drafted]
-    match = [int(report.outputs.signal[0, 0]) for report in decodes]
+    match = [int(report.outputs.evidence.match[0]) for report in decodes]
     source = [report.outputs.sources[0] for report in decodes]
     assert all(name == "oracle" for name, found in zip(source, match, strict=True) if found == 0)
     assert all(name == LOOKUP for name, found in zip(source, match, strict=True) if found >= 8)

@@ -99,10 +99,10 @@ def test_a_block_in_one_call_copies_like_one_by_token(
 
         monkeypatch.setattr(drafter, "_draw_at_once", draw)
         engine = build(target, drafter, width=4)
-        drafter.calibration = Calibration([1.0] * 4, sharpness=[1.3] * 4, copying=SHARES)
+        drafter.draw_by(Calibration([1.0] * 4, sharpness=[1.3] * 4, copying=SHARES))
         steps: list[tuple[Any, ...]] = []
         engine.add_observer(
-            lambda r, steps=steps: steps.append((r.outputs.drafts, r.outputs.accepted, r.outputs.signal))
+            lambda r, steps=steps: steps.append((r.outputs.drafts, r.outputs.accepted, r.outputs.evidence.signal))
         )
         engine.run(prompts, SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True))
         assert calls
@@ -127,7 +127,7 @@ def test_copying_is_accepted_where_the_text_repeats(native_draws: bool, monkeypa
         if not native_draws:
             monkeypatch.setattr(drafter, "_draw_at_once", lambda *unused: None)
         engine = build(target, drafter, width=4)
-        drafter.calibration = Calibration([1.0] * 4, copying=copying)
+        drafter.draw_by(Calibration([1.0] * 4, copying=copying))
         texts.append([request.token_ids for request in engine.run([[3, 1, 4, 1, 5]], params)])
         accepted.append(engine.statistics.blocks.accepted)
     assert texts[0] == texts[1]

@@ -158,7 +158,7 @@ def test_one_call_draws_what_token_by_token_draws(worlds, variant, stage, dtype,
     """Tokens, log-odds, confidences and the distributions drawn from, bit for bit."""
     drafter = make(variant, worlds, dtype)
     if sharpness is not None:
-        drafter.calibration = calibration(drafter.gamma)
+        drafter.draw_by(calibration(drafter.gamma))
     assert drafter.model.pack()
     world, slots = scene(drafter, worlds, dtype), list(range(SLOTS))
     draw = block_draw(stage, drafter.gamma)
@@ -193,7 +193,7 @@ def test_a_calibration_sharpens_draws_and_changes_no_logits(worlds) -> None:
     draw, slots = block_draw("temperature", drafter.gamma), list(range(SLOTS))
     proposed = []
     for fitted in (None, Calibration([1.0] * drafter.gamma, sharpness=SHARPNESS)):
-        drafter.calibration = fitted
+        drafter.draw_by(fitted)
         sampler = TokenSampler(draw, None)
         draft = drafter.propose(scene(drafter, worlds, torch.float32).context(slots), sampler)
         proposed.append((draft, sampler.probs[0]))
@@ -214,19 +214,21 @@ def test_the_signal_is_the_log_odds_of_the_likeliest_token(worlds) -> None:
     torch.testing.assert_close(draft.signal, torch.log(largest / (1 - largest)), rtol=1e-4, atol=1e-4)
 
 
-def test_confidences_come_out_calibrated(worlds) -> None:
-    """By the weights of each request's own temperature: 0, in between, and the same for 1 and above."""
+def test_drafts_carry_the_raw_logits_of_the_head(worlds, tmp_path) -> None:
+    """Whatever its calibration says: the confidence source applies it, and nobody else."""
     drafter = make("vanilla", worlds, torch.float32)
     sampler = TokenSampler(block_draw("temperature", drafter.gamma), None)
-    drafter.calibration = Calibration([1.0] * drafter.gamma)
     raw = drafter.propose(scene(drafter, worlds, torch.float32).context(list(range(SLOTS))), sampler)
-    drafter.calibration = fitted = Calibration([1.0] * drafter.gamma, weights=calibration(drafter.gamma).weights)
-    found = drafter.propose(scene(drafter, worlds, torch.float32).context(list(range(SLOTS))), sampler)
+    Calibration([2.0] * drafter.gamma, weights=calibration(drafter.gamma).weights).save(tmp_path / "calibration.json")
+    source = drafter.confidence_source("cpu", tmp_path / "calibration.json")
+    draft = drafter.propose(scene(drafter, worlds, torch.float32).context(list(range(SLOTS))), sampler)
+    assert torch.equal(draft.confidence_logits, raw.confidence_logits)
+    weights = calibration(drafter.gamma).weights
     inputs = torch.stack([raw.confidence_logits, raw.signal, torch.ones_like(raw.signal)], 1)
+    confidence = source.confidence(draft.evidence._replace(temperature=torch.tensor([0.0, 0.6, 1.0, 1.4, 0.9])))
     for row, share in enumerate([0.0, 0.6, 1.0, 1.0, 0.9]):
-        weights = (1 - share) * fitted.weights[0] + share * fitted.weights[1]
-        expected = (weights * inputs[row]).sum(0)
-        torch.testing.assert_close(found.confidence_logits[row], expected, rtol=1e-4, atol=1e-4)
+        expected = torch.sigmoid((((1 - share) * weights[0] + share * weights[1]) * inputs[row]).sum(0))
+        torch.testing.assert_close(confidence[row], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["gated", "rnn"])

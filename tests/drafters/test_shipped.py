@@ -63,8 +63,8 @@ def test_auto_takes_the_shipped_drafter_with_prompt_lookup(
     assert "shipped for tiny-llama" in caplog.text
     confidence: Any = drafter.confidence_source("cpu")
     assert confidence.gamma == drafter.gamma
-    assert drafter.trained.calibration.host.tolist() == [0.5, 2.0, 3.0]
-    assert drafter.trained.calibration.copying.tolist() == [0.0, 0.25, 0.75]
+    assert confidence.trained.calibration.temperatures.tolist() == [0.5, 2.0, 3.0]
+    assert drafter.trained.copying.tolist() == [0.0, 0.25, 0.75]
     assert isinstance(loaded(target, "prompt-lookup"), PromptLookupDrafter)
     assert loaded(target, "none") is None
 

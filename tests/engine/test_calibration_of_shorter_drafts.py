@@ -9,6 +9,7 @@ import torch
 
 from surefoot.errors import CalibrationError
 from surefoot.speculation.calibration import Calibration
+from surefoot.speculation.estimator import Evidence
 from tests.engine.engines import tiny_drafter
 from tests.tiny_models import tiny_target
 
@@ -20,12 +21,16 @@ def test_first_temperatures(gamma: int, tmp_path: Path) -> None:
     Calibration([1.5, 0.5, 2.0, 3.0], weights=weights, sharpness=sharpness).save(tmp_path / "calibration.json")
     drafter.gamma = gamma
     source = drafter.confidence_source("cpu", tmp_path / "calibration.json")
-    assert source.gamma == drafter.calibration.gamma == gamma
-    assert drafter.calibration.temperatures.tolist() == [1.5, 0.5, 2.0, 3.0][:gamma]
-    assert torch.equal(drafter.calibration.weights, weights[..., :gamma])
-    assert torch.equal(drafter.calibration.sharpness, sharpness[:gamma])
-    logits = torch.randn(3, gamma)  # which come out of the drafter calibrated already
-    torch.testing.assert_close(source.confidence(logits, None), torch.sigmoid(logits))
+    fitted = source.calibration
+    assert source.gamma == fitted.gamma == gamma
+    assert fitted.temperatures.tolist() == [1.5, 0.5, 2.0, 3.0][:gamma]
+    assert torch.equal(fitted.weights, weights[..., :gamma])
+    assert torch.equal(drafter.sharpness, sharpness[:gamma])
+    logits, signal = torch.randn(3, gamma), torch.randn(3, gamma)
+    expected = torch.sigmoid(
+        torch.stack([logits, signal, torch.ones_like(logits)], 1).mul(weights[0, :, :gamma]).sum(1)
+    )
+    torch.testing.assert_close(source.confidence(Evidence(logits, signal)), expected)
 
 
 @pytest.mark.parametrize("gamma", [2, 4])

@@ -179,7 +179,7 @@ def check_law(
     for prompt in ([2], [1, 2, 1, 2, 1]):
         engine = build(target, drafter, gamma=2, width=width, max_num_seqs=512, max_model_len=24, check_layout=False)
         if sharpness is not None:
-            engine.drafter.calibration = Calibration([1.0, 1.0], sharpness=sharpness, copying=copying)
+            engine.drafter.draw_by(Calibration([1.0, 1.0], sharpness=sharpness, copying=copying))
         p_value, freedom, distance = chi_square(engine, target, prompt, params, samples // 2)
         assert distance < resolution
         assert p_value > LEVEL, f"{freedom} degrees of freedom, prompt {prompt}"

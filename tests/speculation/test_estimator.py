@@ -7,8 +7,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from surefoot.errors import ConfigurationError
-from surefoot.speculation import Calibration, ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
+from surefoot.errors import CalibrationError, ConfigurationError
+from surefoot.speculation import (
+    Calibration,
+    ConfidenceSource,
+    Evidence,
+    HeadConfidence,
+    LogisticEstimator,
+    SignalConfidence,
+)
 
 GAMMA = 4
 INTERCEPT = np.array([-0.5, 0.0, 0.5, 1.0])
@@ -59,7 +66,7 @@ def test_explored_blocks_are_the_first_that_have_a_signal() -> None:
     source = SignalConfidence(LogisticEstimator(GAMMA))
     signal = torch.tensor([0.0, 3.0, 0.0, 2.0, 4.0]).unsqueeze(1).expand(-1, GAMMA)
     for explored, certain in ((0, []), (1, [1]), (2, [1, 3]), (9, [1, 3, 4])):
-        confidence = source.confidence(None, signal, explored)
+        confidence = source.confidence(Evidence(signal=signal), explored)
         others = [row for row in range(5) if row not in certain]
         assert (confidence[certain] == 1).all()
         assert torch.equal(confidence[others], source.estimator.estimate(signal)[others])
@@ -70,13 +77,13 @@ def test_warm_up_asks_for_full_windows_and_comes_back_when_labels_dry_up() -> No
     source = SignalConfidence(LogisticEstimator(GAMMA, half_life=256, warm_up=64))
     assert source.warming_up
     signal, accepted, widths = blocks(rng, 80)
-    source.observe(None, torch.from_numpy(signal), accepted, widths)
+    source.observe(Evidence(signal=torch.from_numpy(signal)), accepted, widths)
     assert not source.warming_up
-    assert (source.confidence(None, torch.rand(5, GAMMA)) < 1).all()
+    assert (source.confidence(Evidence(signal=torch.rand(5, GAMMA))) < 1).all()
     steps = 0
     while not source.warming_up:  # the planner verifies nothing any more: its judgement must not live for ever
         signal, accepted, widths = blocks(rng, 16, width=0)
-        source.observe(None, torch.from_numpy(signal), accepted, widths)
+        source.observe(Evidence(signal=torch.from_numpy(signal)), accepted, widths)
         steps += 1
         assert steps < 200
 
@@ -123,12 +130,12 @@ def test_parameters_change_in_place_and_confidence_needs_no_host_read() -> None:
     buffer = source.estimator.parameters
     compiled = torch.compile(source.confidence, fullgraph=True, backend="eager")
     signal, accepted, widths = blocks(rng, 200)
-    before = compiled(None, torch.ones(3, GAMMA))
-    source.observe(None, torch.from_numpy(signal), accepted, widths)
+    before = compiled(Evidence(signal=torch.ones(3, GAMMA)))
+    source.observe(Evidence(signal=torch.from_numpy(signal)), accepted, widths)
     assert source.estimator.parameters is buffer
-    assert not torch.equal(before, compiled(None, torch.ones(3, GAMMA)))
+    assert not torch.equal(before, compiled(Evidence(signal=torch.ones(3, GAMMA))))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert source.confidence(None, torch.rand(3, GAMMA)).shape == (3, GAMMA)
+        assert source.confidence(Evidence(signal=torch.rand(3, GAMMA))).shape == (3, GAMMA)
 
 
 def head_logits(signal: np.ndarray) -> torch.Tensor:
@@ -140,10 +147,10 @@ def test_a_healthy_head_is_left_alone() -> None:
     head = HeadConfidence(Calibration.identity(GAMMA), LogisticEstimator(GAMMA))
     for _ in range(300):
         signal, accepted, widths = blocks(rng, 16)
-        head.observe(head_logits(signal), None, accepted, widths)
+        head.observe(Evidence(head_logits(signal)), accepted, widths)
         assert not head.recalibrating
     logits = head_logits(blocks(rng, 5)[0])
-    assert torch.equal(head.confidence(logits, None), torch.sigmoid(logits.float()))
+    assert torch.equal(head.confidence(Evidence(logits)), torch.sigmoid(logits.float()))
 
 
 def test_a_drifting_head_is_recalibrated_and_released_when_it_recovers() -> None:
@@ -152,21 +159,84 @@ def test_a_drifting_head_is_recalibrated_and_released_when_it_recovers() -> None
     for shift, expected in ((0.0, False), (-1.5, True), (0.0, False)):
         for _ in range(150):
             signal, accepted, widths = blocks(rng, 16, shift=shift)
-            head.observe(head_logits(signal), None, accepted, widths)
+            head.observe(Evidence(head_logits(signal)), accepted, widths)
         assert head.recalibrating is expected
         signal = rng.exponential(2.0, (4000, GAMMA))
-        error = head.confidence(head_logits(signal), None).numpy().mean(0) - truth(signal, shift).mean(0)
+        error = head.confidence(Evidence(head_logits(signal))).numpy().mean(0) - truth(signal, shift).mean(0)
         assert np.abs(error).max() < 0.06
 
 
 def test_head_without_estimator_and_missing_inputs() -> None:
     head: ConfidenceSource = HeadConfidence(Calibration([2.0]))
-    head.observe(torch.zeros(1, 1), None, torch.tensor([1]), torch.tensor([1]))
-    assert head.confidence(torch.zeros(1, 1), None).item() == 0.5
+    head.observe(Evidence(torch.zeros(1, 1)), torch.tensor([1]), torch.tensor([1]))
+    assert head.confidence(Evidence(torch.zeros(1, 1))).item() == 0.5
     assert not head.warming_up
     with pytest.raises(ConfigurationError, match="confidence logits"):
-        head.confidence(None, torch.zeros(1, 1))
+        head.confidence(Evidence(signal=torch.zeros(1, 1)))
     with pytest.raises(ConfigurationError, match="signal"):
-        SignalConfidence(LogisticEstimator(1)).confidence(torch.zeros(1, 1), None)
+        SignalConfidence(LogisticEstimator(1)).confidence(Evidence(torch.zeros(1, 1)))
     with pytest.raises(ConfigurationError, match=r"gamma=2.*gamma=3"):
         HeadConfidence(Calibration.identity(3), LogisticEstimator(2))
+
+
+WEIGHTS = [
+    [[0.9, 0.5, 1.2], [0.25, 0.0, 0.125], [-0.5, 0.25, 1.0]],
+    [[0.7, 1.1, 0.4], [0.5, 0.75, 0.1], [0.3, -0.2, 0.0]],
+]
+LOGITS = torch.tensor([[1.5, -0.25, 3.0], [-2.0, 0.75, 0.1], [0.0, 4.0, -1.25]])
+SIGNAL = torch.tensor([[2.0, 0.5, -1.0], [0.1, 3.0, 5.5], [-0.75, 1.0, 0.3]])
+RECORDED = {  # when the drafter still calibrated its own logits
+    "greedy": [
+        [0.7941296, 0.5312094, 0.98873806],
+        [0.093214735, 0.6513549, 0.85905945],
+        [0.33458942, 0.9046505, 0.3863929],
+    ],
+    "mixed": [
+        [0.7941296, 0.5312094, 0.98873806],
+        [0.1950538, 0.90024954, 0.7221698],
+        [0.48125878, 0.9929664, 0.38461626],
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_the_source_applies_the_calibration_once_and_with_the_recorded_numbers(kind: str) -> None:
+    """From the raw logits, the signal and each request's temperature; the estimator learns from what comes out."""
+    fitted = Calibration([1.5, 0.5, 2.0], weights=WEIGHTS)
+    temperature = None if kind == "greedy" else torch.tensor([0.0, 0.7, 1.5])
+    source = HeadConfidence(fitted, LogisticEstimator(3))
+    evidence = Evidence(LOGITS, SIGNAL, temperature)
+    torch.testing.assert_close(source.confidence(evidence), torch.tensor(RECORDED[kind]), rtol=2.5e-7, atol=0)
+    learned = LogisticEstimator(3)
+    outcomes = np.array([3, 1, 2]), np.array([3, 3, 2])
+    for _ in range(16):
+        source.observe(evidence, *outcomes)
+        learned.observe(fitted.calibrated(LOGITS, SIGNAL, temperature).double().numpy(), *outcomes)
+    assert source.estimator is not None
+    assert np.array_equal(source.estimator.fit, learned.fit)
+    assert not np.array_equal(learned.fit, LogisticEstimator(3).fit)
+
+
+def test_evidence_of_several_steps_is_joined_row_by_row() -> None:
+    one = Evidence(torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([0.5, 1.0]), torch.tensor([0, 4]))
+    rested, greedy = (
+        Evidence(match=torch.tensor([7])),
+        Evidence(torch.ones(1, 3), torch.zeros(1, 3), match=torch.tensor([2])),
+    )
+    joined = Evidence.joined([one, rested, greedy], [2, 1, 1])
+    assert joined.match is not None
+    assert joined.temperature is not None
+    assert joined.logits is not None
+    assert joined.match.tolist() == [0, 4, 7, 2]
+    assert joined.temperature.tolist() == [0.5, 1.0, 0.0, 0.0]
+    assert joined.logits[:, 0].isnan().tolist() == [False, False, True, False]
+    assert Evidence.joined([Evidence(signal=torch.ones(1, 2))] * 2, [1, 1]).logits is None
+    assert [part.shape for part in (joined.first(2).logits, joined.rows(torch.tensor([0, 3])).logits)] == [
+        (4, 2),
+        (2, 3),
+    ]
+
+
+def test_a_calibration_that_needs_a_signal_says_so() -> None:
+    with pytest.raises(CalibrationError, match="signal"):
+        HeadConfidence(Calibration([1.0] * 3, weights=WEIGHTS)).confidence(Evidence(LOGITS))

@@ -31,7 +31,7 @@ def written(
     blocks = Blocks(GAMMA)
     engine.add_observer(lambda report: note_blocks(report, params.temperature, lambda request: blocks))
     requests = engine.run([prompt] * count, params)
-    drafter.calibration = None
+    drafter.draw_by(None)
     return blocks, [Text(tuple(r.token_ids), len(prompt), params.temperature) for r in requests]
 
 
@@ -45,10 +45,10 @@ def test_the_blocks_of_a_greedy_text_are_those_of_the_loop(
     target = tiny_target(architecture)
     drafter = tiny_dspark(target, GAMMA, **VARIANTS[variant])
     engine = build(target, drafter, width=GAMMA)
-    drafter.calibration = Calibration([1.0] * GAMMA, copying=copying)
+    drafter.draw_by(Calibration([1.0] * GAMMA, copying=copying))
     params = SamplingParams(temperature=0, max_tokens=80)
     blocks, texts = written(engine, drafter, [3, 1, 4, 1, 5], params, 1)
-    drafter.calibration = Calibration([1.0] * GAMMA, copying=copying)
+    drafter.draw_by(Calibration([1.0] * GAMMA, copying=copying))
     seen = follow(target, drafter, [*texts, Text((2, 7, 2), 1, 0.0)], Progress("test", False))
     mine = seen.text == 0
     assert mine.sum() == len(texts[0].tokens) - texts[0].start - 1
@@ -83,7 +83,7 @@ def test_sampled_texts_tell_the_loops_acceptance_at_any_sharpness(sharpness: flo
     chance, overlap = seen.chance[:, :, 1], seen.overlap[:, :, 1]
     reached = seen.reached(chance)
     engine = build(target, drafter, width=GAMMA, max_num_seqs=64, check_layout=False)
-    drafter.calibration = Calibration([1.0] * GAMMA, sharpness=[sharpness] * GAMMA)
+    drafter.draw_by(Calibration([1.0] * GAMMA, sharpness=[sharpness] * GAMMA))
     blocks, _ = written(engine, drafter, [1, 2, 3], params, count)
     rates, counts = blocks.conditional()
     for k in range(GAMMA):

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from surefoot.errors import CalibrationError, DrafterError
 from surefoot.speculation.calibration import Calibration
-from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
+from surefoot.speculation.estimator import (
+    ConfidenceSource,
+    Evidence,
+    HeadConfidence,
+    LogisticEstimator,
+    SignalConfidence,
+)
 
 if TYPE_CHECKING:
     from surefoot.cache.flat_batch import FlatBatch
@@ -98,16 +104,22 @@ class Draft:
 
     tokens: Tensor  # [R, gamma] int64 target ids
     lengths: Tensor | None = None  # [R] int64, tokens really proposed (None: gamma everywhere)
-    # [R, gamma] float32 of a confidence head, calibrated where the drafter was given a calibration (None: no head)
-    confidence_logits: Tensor | None = None
-    signal: Tensor | None = (
-        None  # [R, gamma] float32 for estimates: log-odds of the likeliest token, or the match length
-    )
+    confidence_logits: Tensor | None = None  # [R, gamma] float32, raw logits of the confidence head (None: no head)
+    # [R, gamma] float32 that tells how sure the draft is: log-odds of the likeliest token, or the match length
+    signal: Tensor | None = None
+    temperature: Tensor | None = None  # [R] float32 sampling temperatures, filled in by the engine (None: all 0)
     point_mass: bool = False  # q is 1 on `tokens`; the sampler was not used
-    # Of a drafter that has several sources (`combined.py`):
+    # Of a drafter that has several sources (`combined.py`). Its logits and signal are the model's: NaN in the rows of blocks
+    # that another source drafted, None where the model did not run.
+    match: Tensor | None = None  # [R] int64, match length that prompt lookup found, 0: none
     source: Tensor | None = None  # [R] int64, which one proposed this block; -1: nothing was proposed
     drawn: Tensor | None = None  # [R] int64, the sampler's row of this block; -1: a point mass (None: all, in order)
     model_rows: int | None = None  # requests the model's pass ran for (None: all)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the confidences of these blocks are read from."""
+        return Evidence(self.confidence_logits, self.signal, self.temperature, self.match)
 
 
 class Drafter:

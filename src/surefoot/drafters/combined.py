@@ -37,8 +37,8 @@ class CombinedDrafter(Drafter):
     its draft in the last step the host has seen. Its context is kept either way: `extend` is called with the rows of every
     step, so a draft after any number of lookups is the one of a drafter that never paused.
 
-    A draft's `signal` is the match length; its `confidence_logits` are the trained drafter's (its signal, if it has no
-    head), NaN where it did not draft; None where its model did not run.
+    A draft's `match` is the match length of every request; its `confidence_logits` and `signal` are the trained drafter's:
+    NaN where it did not draft, None where its model did not run.
     """
 
     rests = True
@@ -121,25 +121,31 @@ class CombinedDrafter(Drafter):
         elif self.choice.model_rests:
             count = 0
         if not count:
-            return replace(found, source=source, model_rows=0)
+            return replace(found, signal=None, match=match, source=source, model_rows=0)
 
         trained = self.trained.propose(context, sampler)
-        evidence = trained.confidence_logits if self.has_confidence_head else trained.signal
-        assert evidence is not None
         if reads_are_free:
             drawn = (~looked_up).cumsum(0) - 1
         else:
             drawn = torch.arange(count, device=match.device)
         row, mine, gamma = drawn.clamp(min=0), looked_up.unsqueeze(1), self.trained.gamma
-        logits = torch.full_like(found.signal, torch.nan)
-        logits[:, :gamma] = torch.where(mine, torch.nan, evidence[row])
+
+        def spread(values: Tensor | None) -> Tensor | None:
+            """[count, trained gamma] of the model -> [R, gamma], NaN where it did not draft."""
+            if values is None:
+                return None
+            wide = values.new_full((len(match), self.gamma), torch.nan)
+            wide[:, :gamma] = torch.where(mine, torch.nan, values[row])
+            return wide
+
         tokens = found.tokens.clone()
         tokens[:, :gamma] = torch.where(mine, tokens[:, :gamma], trained.tokens[row])
         return Draft(
             tokens=tokens,
             lengths=torch.where(looked_up, found.lengths, gamma if trained.lengths is None else trained.lengths[row]),
-            confidence_logits=logits,
-            signal=found.signal,
+            confidence_logits=spread(trained.confidence_logits),
+            signal=spread(trained.signal),
+            match=match,
             source=torch.where(looked_up, source, TRAINED),
             drawn=torch.where(looked_up, -1, drawn),
             model_rows=count,

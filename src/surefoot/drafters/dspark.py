@@ -66,7 +66,8 @@ class DSparkDrafter(Drafter):
                 f"allowed are 1 to {config.gamma}"
             )
         self.model, self.config, self.name = model, config, config.kind
-        self.calibration: Calibration | None = None  # of this gamma; replaced as a whole or updated in place
+        self.sharpness: Tensor | None = None  # [gamma] float32; None: every position is drawn as it is
+        self.copying: Tensor | None = None  # [longest match + 1] shares of copies by match length; None: no copies
         self.model_gamma = self.gamma
         self.has_confidence_head = config.enable_confidence_head
         self.feature_layers = config.target_layer_ids
@@ -98,8 +99,14 @@ class DSparkDrafter(Drafter):
             calibration = find_calibration(self.checkpoint)
         if calibration is None or not self.has_confidence_head:
             return super().confidence_source(device, calibration)
-        self.calibration = self._load_calibration(calibration, device)
-        return HeadConfidence(Calibration.identity(self.gamma, device), LogisticEstimator(self.gamma, device))
+        fitted = self._load_calibration(calibration, device)
+        self.draw_by(fitted)
+        return HeadConfidence(fitted, LogisticEstimator(self.gamma, device))
+
+    def draw_by(self, calibration: Calibration | None) -> None:
+        """Draw as sharply, and copy as much, as a calibration of this gamma says; None: as the network says."""
+        self.sharpness = None if calibration is None else calibration.sharpness
+        self.copying = None if calibration is None else calibration.copying
 
     def _load_calibration(self, path: str | Path, device: torch.device | str) -> Calibration:
         """For this gamma: the file's own, or the first positions of a file for whole blocks."""
@@ -136,8 +143,8 @@ class DSparkDrafter(Drafter):
         """Draft gamma tokens behind each anchor; `signal` is the log-odds of the likeliest token in the softmax of
         the corrected logits: how far it stands out from all others together, whatever the request's temperature.
 
-        With a `calibration`, the logits are mixed with copies and positions drawn as sharply as it says, and confidences come
-        out calibrated.
+        With a calibration (`draw_by`), the draft distribution is mixed with copies and drawn as sharply as it says.
+        `confidence_logits` are the head's own.
         """
         anchor = context.history[context.slots, context.lengths]
         depth = self.gamma if context.depth is None else min(context.depth, self.gamma)
@@ -155,8 +162,6 @@ class DSparkDrafter(Drafter):
             lengths = torch.full_like(anchor, depth)
             tokens, signal = F.pad(tokens, (0, missing)), F.pad(signal, (0, missing))
             scores = None if scores is None else F.pad(scores, (0, missing))
-        if scores is not None and self.calibration is not None:
-            scores = self.calibration.calibrated(scores, signal, sampler.temperatures())
         return Draft(tokens=tokens, lengths=lengths, confidence_logits=scores, signal=signal)
 
     def _draw_at_once(
@@ -171,12 +176,12 @@ class DSparkDrafter(Drafter):
         draw = sampler.block_draw() if native.usable(base) else None
         if draw is None:
             return None
-        sharpness = None if draw.temperature is None else self._sharpness
+        sharpness = None if draw.temperature is None else self.sharpness
         depth = base.shape[1]
         if draw.uniforms is not None:
             draw = replace(draw, uniforms=draw.uniforms[:, :depth].contiguous())
         sharpness = None if sharpness is None else sharpness[:depth]
-        shares, copying = self._copying, None
+        shares, copying = self.copying, None
         if shares is not None:
             copying = (context.history, context.slots, context.lengths, shares, self.model.columns)
         ids, largest, probs = draft_block(
@@ -188,8 +193,8 @@ class DSparkDrafter(Drafter):
         self, base: Tensor, context: DraftContext, anchor: Tensor, block: Tensor, sampler: DraftSampler
     ) -> tuple[Tensor, Tensor]:
         """Tokens and largest probabilities, [R, gamma] each, position by position."""
-        first, markov, sharpness = self.config.first_slot, self.model.markov_head, self._sharpness
-        shares = self._copying
+        first, markov, sharpness = self.config.first_slot, self.model.markov_head, self.sharpness
+        shares = self.copying
         copier = None if shares is None else Copier(context, base.shape[1], len(shares) - 1)
         previous, state = anchor, anchor.new_empty(0)
         if markov is not None:
@@ -212,16 +217,6 @@ class DSparkDrafter(Drafter):
             if copier is not None:
                 copier.append(previous)
         return torch.stack(tokens, 1), torch.stack(largest, 1)
-
-    @property
-    def _sharpness(self) -> Tensor | None:
-        """[gamma], or None where every position is drawn as it is."""
-        return None if self.calibration is None else self.calibration.sharpness
-
-    @property
-    def _copying(self) -> Tensor | None:
-        """[LONGEST + 1] shares of copies by match length, or None."""
-        return None if self.calibration is None else self.calibration.copying
 
     def _scores(self, head: ConfidenceHead, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits of c_k, [R, gamma], from h_k and x_{k-1}."""

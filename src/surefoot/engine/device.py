@@ -44,8 +44,7 @@ class HostOutputs:
         self.model_rows = draft.model_rows
         # The planner and the estimator read these as arrays.
         self.confidence = outputs.confidence
-        self.confidence_logits = draft.confidence_logits
-        self.signal = draft.signal
+        self.evidence = draft.evidence
         self.logprobs: list[float] | None = None if logprobs is None else logprobs.chosen.tolist()
         self.top_logprobs: list[list[float]] | None = None if logprobs is None else logprobs.top.tolist()
         self.top_tokens: list[list[int]] | None = None if logprobs is None else logprobs.top_tokens.tolist()

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from surefoot.engine.device import HostOutputs
@@ -29,7 +28,7 @@ from surefoot.kernels import native, planning
 from surefoot.speculation.breaker import Breaker, BreakerState
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.depth import DraftDepth
-from surefoot.speculation.estimator import ConfidenceSource
+from surefoot.speculation.estimator import ConfidenceSource, Evidence
 from surefoot.speculation.exploration import Exploration
 from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.planner import (
@@ -39,6 +38,7 @@ from surefoot.speculation.planner import (
     StalePlanner,
     StepLoad,
 )
+from surefoot.speculation.sources import model_scores
 from surefoot.speculation.statistics import BlockRecord, Statistics, StepRecord
 from surefoot.speculation.stopping import FEW, Selection, StoppingPlanner, StoppingProblem, stopping_rule
 from surefoot.speculation.survival import ConfidenceBoard, Seat, prefix_survival
@@ -118,26 +118,12 @@ class Observed(NamedTuple):
         )
 
 
-class Lesson(NamedTuple):
+class Outcome(NamedTuple):
     """What became of the blocks of a step, for the confidence source."""
 
-    logits: Tensor | None  # [D, gamma]
-    signal: Tensor | None  # [D, gamma]
+    evidence: Evidence
     accepted: list[int]  # [D]
     widths: list[int]  # [D]
-
-
-def _joined(parts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor | None:
-    """All parts below each other; NaN in the rows of a part that is None, None where every part is."""
-    given = next((part for part in parts if part is not None), None)
-    if given is None:
-        return None
-    return torch.cat(
-        [
-            given.new_full((count, given.shape[1]), torch.nan) if part is None else part
-            for part, count in zip(parts, rows, strict=True)
-        ]
-    )
 
 
 def width_limit(request: Request) -> int:
@@ -214,7 +200,7 @@ class WidthPolicy:
         self._publishes = self.current is None or suspends
         self._statistics = Statistics()
         self._observed: list[Observed] = []  # what they do not count yet
-        self._lessons: list[Lesson] = []  # what the confidence source has not been told yet
+        self._outcomes: list[Outcome] = []  # what the confidence source has not been told yet
         # A device that runs beside the host hides the host's time, and its drafter asks what the last step has shown.
         self._learn_every = 1 if self.current is None else LEARN_EVERY
         self.min_width, self.max_width = min_width, gamma if max_width is None else max_width
@@ -374,8 +360,8 @@ class WidthPolicy:
         if count and self.confidence is not None:
             if self._publishes:
                 self.board.publish(plan.load.step, plan.seats, self._survival(outputs.confidence, proposed))
-            self._lessons.append(Lesson(outputs.confidence_logits, outputs.signal, accepted[:count], widths))
-            if len(self._lessons) >= self._learn_every:
+            self._outcomes.append(Outcome(outputs.evidence, accepted[:count], widths))
+            if len(self._outcomes) >= self._learn_every:
                 self._learn(self.confidence)
         measured = outputs.device_ms + host_ms
         assert plan.decision is not None  # the step has asked
@@ -399,12 +385,10 @@ class WidthPolicy:
 
     def _learn(self, confidence: ConfidenceSource) -> None:
         """Tell the confidence source what became of the last blocks."""
-        logits, signals, accepted, widths = zip(*self._lessons, strict=True)
-        self._lessons.clear()
+        evidence, accepted, widths = zip(*self._outcomes, strict=True)
+        self._outcomes.clear()
         rows = [len(part) for part in widths]
-        confidence.observe(
-            _joined(logits, rows), _joined(signals, rows), np.concatenate(accepted), np.concatenate(widths)
-        )
+        confidence.observe(Evidence.joined(evidence, rows), np.concatenate(accepted), np.concatenate(widths))
 
     def _survival(self, confidence: Tensor | None, proposed: list[int]) -> npt.NDArray[np.float32]:
         """[D, gamma] survivals of blocks as far as they go; without `confidence` nothing was proposed."""
@@ -419,8 +403,8 @@ class WidthPolicy:
             return np.zeros((0, gamma), np.float32)
         outputs = step.outputs
         whole = np.array(step.proposed) >= gamma
-        if outputs.confidence_logits is not None:
-            whole &= ~np.isnan(outputs.confidence_logits[:, 0].numpy())  # where another source has drafted
+        if (scores := model_scores(outputs.evidence)) is not None:
+            whole &= ~np.isnan(scores[:, 0].numpy())  # where another source has drafted
         elif outputs.model_rows is not None:
             whole[:] = False
         return self._survival(outputs.confidence, step.proposed)[whole, :gamma]

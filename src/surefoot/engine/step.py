@@ -114,20 +114,20 @@ class DecodeStep:
             self.vocabulary_end,
         )
         context = DraftContext(slots, lengths, history, self.cache, inputs.max_length, inputs.plan.depth)
-        draft = self.drafter.propose(context, sampler)
-        if draft.point_mass or draft.drawn is not None:
-            frontier = lengths.unsqueeze(1) + torch.arange(1, self.gamma + 1, device=slots.device)
-            history[slots.unsqueeze(1), frontier] = draft.tokens
-        if draft.point_mass:
-            return draft, Proposal(None)
-        return draft, sampler.proposal if draft.drawn is None else replace(sampler.proposal, rows=draft.drawn)
+        temperature = sampler.temperatures()
+        draft = replace(self.drafter.propose(context, sampler), temperature=temperature)
+        if not draft.point_mass and draft.drawn is None:
+            return draft, sampler.proposal  # the sampler has written the tokens
+        frontier = lengths.unsqueeze(1) + torch.arange(1, self.gamma + 1, device=slots.device)
+        history[slots.unsqueeze(1), frontier] = draft.tokens
+        return draft, Proposal(None) if draft.point_mass else replace(sampler.proposal, rows=draft.drawn)
 
     def _confidence(self, draft: Draft, explored: int) -> Tensor | None:
         if self.confidence is None or not draft.tokens.shape[0]:
             return None
         if self.reads_are_free and draft.lengths is not None and not draft.lengths.numpy().any():
             return None  # nothing was proposed
-        return self.confidence.confidence(draft.confidence_logits, draft.signal, explored)
+        return self.confidence.confidence(draft.evidence, explored)
 
     def _allocate(self, inputs: StepInputs, requests: StepRequests, draft: Draft, confidence: Tensor | None) -> Tensor:
         """Widths of the emitting requests, [E] int64; requests without a draft get 0."""

@@ -24,7 +24,7 @@ def require_head(drafter: Drafter | None) -> DSparkDrafter:
             f"the drafter {drafter.name if drafter else 'none'} has no confidence head to calibrate, and needs no file: "
             "the online estimator learns its confidences while it serves"
         )
-    drafter.calibration = None
+    drafter.draw_by(None)
     return drafter
 
 

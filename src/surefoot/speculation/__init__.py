@@ -6,7 +6,7 @@ Tensors and dataclasses in, decisions out; no model, and no I/O but its JSON fil
     decision = planner.decide(published, load)               # K and the reason
     widths = allocate(prefix_survival(confidence), decision.budget, limits)
     ...                                                      # verify, accept
-    source.observe(logits, signal, accepted, widths)         # learn
+    source.observe(evidence, accepted, widths)               # learn
     board.publish(step, seats, prefix_survival(confidence))  # for later steps
 """
 
@@ -18,7 +18,13 @@ from surefoot.speculation.calibration_quality import Outcomes, quality_by_positi
 from surefoot.speculation.continuation import ContinuationModel
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.drift import Correction, DriftTracker, Rescale
-from surefoot.speculation.estimator import ConfidenceSource, HeadConfidence, LogisticEstimator, SignalConfidence
+from surefoot.speculation.estimator import (
+    ConfidenceSource,
+    Evidence,
+    HeadConfidence,
+    LogisticEstimator,
+    SignalConfidence,
+)
 from surefoot.speculation.exploration import Exploration
 from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.planner import (
@@ -49,6 +55,7 @@ __all__ = [
     "CostTable",
     "Decision",
     "DriftTracker",
+    "Evidence",
     "Exploration",
     "ForcedWidths",
     "HeadConfidence",

@@ -48,13 +48,13 @@ class Provenance:
 
 
 class Calibration:
-    """Fitted numbers in persistent buffers, so that a captured graph sees new values.
+    """Fitted numbers of one drafter.
 
     Attributes:
-        temperatures: [gamma] float32 > 0 on `device`; changed in place only.
-        host: [gamma] the same values on the host, for what is learnt there.
+        temperatures: [gamma] float32 > 0 on `device`.
         weights: [2, 3, gamma] float32 of head logit, signal and 1; the first for temperature 0, the second for 1 and more,
             in proportion in between. Without fitted ones they say what the temperatures say.
+        host_weights: the same on the host, where outcomes are learned from.
         sharpness: [gamma] float32 > 0; None: every position is drawn as it is.
         copying: [M + 1] float32 in [0, 1) by match length, 0 first; None: nothing is copied.
     """
@@ -74,7 +74,6 @@ class Calibration:
             raise CalibrationError(f"temperatures must be a non-empty list of numbers, got shape {tuple(values.shape)}")
         if not bool((torch.isfinite(values) & (values > 0)).all()):
             raise CalibrationError(f"temperatures must be finite and positive, got {values.tolist()}")
-        self.host: Floats = values.numpy().astype(np.float64)
         self.temperatures = values.to(device, copy=True)
         self.is_plain = weights is None  # temperatures are all there is
         scaled = torch.stack([1 / values, torch.zeros_like(values), torch.zeros_like(values)]).expand(2, -1, -1)
@@ -82,6 +81,7 @@ class Calibration:
         if given.shape != scaled.shape or not bool(torch.isfinite(given).all()):
             raise CalibrationError(f"weights must be finite, of shape {list(scaled.shape)}, got {list(given.shape)}")
         self.weights = given.to(device, copy=True, memory_format=torch.contiguous_format)
+        self.host_weights = self.weights if self.weights.device.type == "cpu" else given.to("cpu", copy=True)
         self.sharpness: Tensor | None = None
         if sharpness is not None:
             sharp = torch.as_tensor(sharpness, dtype=torch.float32)
@@ -110,31 +110,29 @@ class Calibration:
     def gamma(self) -> int:
         return self.temperatures.shape[0]
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """Calibrated confidences, on the device of `logits` and without a host read.
+    def calibrated(self, logits: Tensor, signal: Tensor | None, temperature: Tensor | None) -> Tensor:
+        """Calibrated logits of the confidences, without a host read.
 
         Args:
-            logits: [..., gamma] confidence logits of the head, on the device of the buffer.
-
-        Returns:
-            [..., gamma] float32 in (0, 1).
-        """
-        return torch.sigmoid(logits.to(torch.float32) / self.temperatures)
-
-    def calibrated(self, logits: Tensor, signal: Tensor, temperature: Tensor | None) -> Tensor:
-        """Calibrated logits of the confidences, on the device and without a host read.
-
-        Args:
-            logits: [R, gamma] of the head.
-            signal: [R, gamma] log-odds of the likeliest token of each position, `Draft.signal`.
+            logits: [R, gamma] of the head, on the device or on the host.
+            signal: [R, gamma] log-odds of the likeliest token of each position, `Draft.signal`; None where only
+                temperatures were fitted.
             temperature: [R] sampling temperatures; None: all are 0.
 
         Returns:
-            [R, gamma] float32.
+            [R, gamma] float32 on the device of `logits`.
+
+        Raises:
+            CalibrationError: fitted with a signal, and there is none.
         """
-        weights = self.weights[0]
+        if signal is None:
+            if not self.is_plain:
+                raise CalibrationError("this calibration was fitted with a signal, and the drafter gives none")
+            signal = torch.zeros_like(logits, dtype=torch.float32)
+        both = self.weights if logits.device == self.weights.device else self.host_weights
+        weights = both[0]
         if temperature is not None:
-            weights = torch.lerp(weights, self.weights[1], temperature.clamp(0, 1).view(-1, 1, 1))  # [R, 3, gamma]
+            weights = torch.lerp(weights, both[1], temperature.clamp(0, 1).view(-1, 1, 1))  # [R, 3, gamma]
         head, odds, bias = weights.unbind(-2)
         return torch.addcmul(bias, logits.to(torch.float32), head) + odds * signal
 
@@ -160,18 +158,6 @@ class Calibration:
         """The same draws, and the head's own confidences."""
         device = self.temperatures.device
         return Calibration([1.0] * self.gamma, device=device, sharpness=self.sharpness, copying=self.copying)
-
-    def update(self, other: Calibration) -> None:
-        """Take over the values of `other` in place. Raises `CalibrationError` for another gamma."""
-        other.require(self.gamma)
-        self.temperatures.copy_(other.temperatures, non_blocking=True)
-        self.weights.copy_(other.weights, non_blocking=True)
-        self.is_plain = other.is_plain
-        device = self.weights.device
-        self.sharpness = None if other.sharpness is None else other.sharpness.to(device, copy=True)
-        self.copying = None if other.copying is None else other.copying.to(device, copy=True)
-        self.host = other.host.copy()
-        self.provenance = other.provenance
 
     def require(self, gamma: int) -> None:
         """Raise `CalibrationError` unless fitted for this gamma."""

@@ -1,4 +1,4 @@
-"""Confidence without a trained head, and a trained head kept honest: an online logistic per position.
+"""Confidence of drafts: from a trained head that is calibrated and kept honest, or from an online logistic per position.
 
 c_k = sigma(a_k + b_k s_k) with one scalar signal s_k per position that depends on the context and x_<k alone: the
 log-odds of the likeliest token of q_k, the match length of a point-mass drafter, or the logit of a confidence
@@ -10,7 +10,8 @@ longer verified ask for full windows again: a trimmed window censors the labels 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,50 @@ SETTLED = 1e-9  # Newton steps below this change nothing in float32
 REACH = 4.0  # bins cover asinh(signal) in [-REACH, REACH], i.e. signals up to 27
 
 
+class Evidence(NamedTuple):
+    """What the confidences of R blocks are read from. At position k everything depends on the context and x_<k alone."""
+
+    logits: Tensor | None = None  # [R, gamma] raw logits of the confidence head (None: no head, or it did not run)
+    signal: Tensor | None = None  # [R, gamma] signal of the drafter
+    temperature: Tensor | None = None  # [R] float32 sampling temperatures (None: all 0)
+    match: Tensor | None = None  # [R] int64 match length of prompt lookup, 0: none (None: nobody looked it up)
+
+    def first(self, gamma: int) -> Evidence:
+        """Of the first `gamma` positions."""
+        logits, signal = (None if value is None else value[:, :gamma] for value in (self.logits, self.signal))
+        return self._replace(logits=logits, signal=signal)
+
+    def rows(self, index: Tensor) -> Evidence:
+        """Of the blocks in `index`."""
+        return Evidence(*(None if value is None else value[index] for value in self))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Evidence], rows: Sequence[int]) -> Evidence:
+        """All blocks of several steps; NaN (temperature and match: 0) where a step has nothing that another one has.
+
+        Args:
+            parts: of each step.
+            rows: blocks of each step.
+        """
+        fields = []
+        for values, missing in zip(zip(*parts, strict=True), (torch.nan, torch.nan, 0, 0), strict=True):
+            given = next((value for value in values if value is not None), None)
+            if given is not None:
+                given = torch.cat(
+                    [
+                        given.new_full((count, *given.shape[1:]), missing) if value is None else value
+                        for value, count in zip(values, rows, strict=True)
+                    ]
+                )
+            fields.append(given)
+        return cls(*fields)
+
+
 class ConfidenceSource(Protocol):
-    """Where confidences come from: a head, an estimator, or a head that an estimator watches over."""
+    """Where confidences come from: a head, an estimator, or a head that an estimator watches.
+
+    It is the one place where a calibration is applied: drafts carry the raw logits of the head.
+    """
 
     gamma: int
 
@@ -37,12 +80,11 @@ class ConfidenceSource(Protocol):
         """Full windows are needed to learn from: some blocks' (`exploration.py`)."""
         ...
 
-    def confidence(self, logits: Tensor | None, signal: Tensor | None, explored: int = 0) -> Tensor:
+    def confidence(self, evidence: Evidence, explored: int = 0) -> Tensor:
         """Calibrated confidences, on the device and without a host read.
 
         Args:
-            logits: [R, gamma] confidence logits of a head, or None.
-            signal: [R, gamma] signal for the estimator, or None.
+            evidence: of R blocks.
             explored: the first so many blocks whose estimate has to be learned count as certain.
 
         Returns:
@@ -50,9 +92,7 @@ class ConfidenceSource(Protocol):
         """
         ...
 
-    def observe(
-        self, logits: Tensor | None, signal: Tensor | None, accepted: Tensor | Ints, widths: Tensor | Ints
-    ) -> None:
+    def observe(self, evidence: Evidence, accepted: Tensor | Ints, widths: Tensor | Ints) -> None:
         """Learn from verified blocks, on the host: [R] accepted lengths of windows of [R] widths."""
         ...
 
@@ -207,25 +247,23 @@ class SignalConfidence:
     def warming_up(self) -> bool:
         return self.estimator.warming_up
 
-    def confidence(self, logits: Tensor | None, signal: Tensor | None, explored: int = 0) -> Tensor:
-        signal = _given(signal, "signal")
+    def confidence(self, evidence: Evidence, explored: int = 0) -> Tensor:
+        signal = _given(evidence.signal, "signal")
         return certain(self.estimator.estimate(signal), signal[:, 0] > 0, explored)
 
-    def observe(
-        self, logits: Tensor | None, signal: Tensor | None, accepted: Tensor | Ints, widths: Tensor | Ints
-    ) -> None:
-        self.estimator.observe(_host(_given(signal, "signal")), _host_int(accepted), _host_int(widths))
+    def observe(self, evidence: Evidence, accepted: Tensor | Ints, widths: Tensor | Ints) -> None:
+        self.estimator.observe(_host(_given(evidence.signal, "signal")), _host_int(accepted), _host_int(widths))
 
 
 class HeadConfidence:
-    """A trained head behind its STS temperatures; with an estimator, recalibrated online once they no longer hold.
+    """A trained head and its calibration; with an estimator, recalibrated online once they no longer hold.
 
-    The estimator learns from the same logits all the time. Over a window of recent blocks the head's mean confidence is
+    The estimator learns from the calibrated logits all the time. Over a window of recent blocks the mean confidence is
     compared with what was accepted; when they differ by more than `tolerance` and by more than chance explains, the
-    estimator's logistic replaces the temperatures, in place. It gives way again when the head is back in line.
+    estimator's logistic is put after the calibration. It is taken away when the head is back in line.
 
     Args:
-        calibration: temperatures (identity for an uncalibrated head).
+        calibration: the identity for an uncalibrated head.
         estimator: None trusts the head.
         tolerance: difference between predicted and observed acceptance that is left alone.
         window: labels over which the difference is taken, exponentially forgotten.
@@ -258,24 +296,27 @@ class HeadConfidence:
         """Mean predicted minus mean observed acceptance of the head over the window."""
         return float((self._sums[1] - self._sums[2]) / self._sums[0]) if self._sums[0] else 0.0
 
-    def confidence(self, logits: Tensor | None, signal: Tensor | None, explored: int = 0) -> Tensor:
-        logits = _given(logits, "confidence logits")
-        head = self.calibration.apply(logits)
+    def confidence(self, evidence: Evidence, explored: int = 0) -> Tensor:
+        logits = self.logits(evidence)
+        head = torch.sigmoid(logits)
         return (
             head if self.estimator is None else torch.where(self._use_estimator, self.estimator.estimate(logits), head)
         )
 
-    def observe(
-        self, logits: Tensor | None, signal: Tensor | None, accepted: Tensor | Ints, widths: Tensor | Ints
-    ) -> None:
+    def logits(self, evidence: Evidence) -> Tensor:
+        """[R, gamma] float32, calibrated."""
+        raw = _given(evidence.logits, "confidence logits")
+        return self.calibration.calibrated(raw, evidence.signal, evidence.temperature)
+
+    def observe(self, evidence: Evidence, accepted: Tensor | Ints, widths: Tensor | Ints) -> None:
         if self.estimator is None:
             return
-        scores = _host(_given(logits, "confidence logits"))
+        scores = _host(self.logits(evidence))
         accepted, widths = _host_int(accepted), _host_int(widths)
         self.estimator.observe(scores, accepted, widths)
         position = np.arange(self.gamma)
         labelled = position < np.minimum(accepted + 1, widths)[:, None]
-        predicted = 0.5 * (1.0 + np.tanh(0.5 * (scores / self.calibration.host)[labelled]))
+        predicted = 0.5 * (1.0 + np.tanh(0.5 * scores[labelled]))
         observed = (position < accepted[:, None])[labelled]
         self._sums *= 0.5 ** (len(predicted) / self.window)
         self._sums += (len(predicted), predicted.sum(), observed.sum(), (predicted * (1 - predicted)).sum())

@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surefoot.speculation.estimator import ConfidenceSource, Ints, LogisticEstimator, SignalConfidence, certain
+from surefoot.speculation.estimator import (
+    ConfidenceSource,
+    Evidence,
+    Ints,
+    LogisticEstimator,
+    SignalConfidence,
+    certain,
+)
 from surefoot.speculation.live_cost import LiveCost
 
 Floats = npt.NDArray[np.float64]
@@ -155,9 +162,8 @@ def _expected(estimator: LogisticEstimator, evidence: Floats) -> Floats:
 class CombinedConfidence:
     """Confidence of blocks from two sources: each judged by its own estimate, each learning from its own blocks alone.
 
-    As of every `ConfidenceSource`, with these meanings: `signal` is the match length of every request, whoever drafts for
-    it. `logits` are what the trained drafter's confidence is read from (its head's logits, or its signal where it has no
-    head), NaN in the rows of the lookup; None where it drafted for nobody.
+    In the evidence, `match` is the match length of every request, whoever drafts for it. `logits` and `signal` are the
+    trained drafter's: NaN in the rows of the lookup, None where its model did not run.
 
     Args:
         choice: whose `lookup` estimate is used and taught, and which learns what the trained drafter is worth.
@@ -176,15 +182,14 @@ class CombinedConfidence:
         """The lookup alone: what the trained drafter is worth, its head knows."""
         return self.lookup.warming_up
 
-    def confidence(self, logits: Tensor | None, signal: Tensor | None, explored: int = 0) -> Tensor:
-        assert signal is not None
-        match = signal[:, 0]
-        from_lookup = self._from_lookup(match.to(torch.int64))
-        if logits is None:
+    def confidence(self, evidence: Evidence, explored: int = 0) -> Tensor:
+        match, scored = evidence.match, model_scores(evidence)
+        assert match is not None
+        from_lookup = self._from_lookup(match)
+        if scored is None:
             return certain(from_lookup, match > 0, explored) if explored else from_lookup
-        own = logits[:, : self.trained.gamma]
-        looked_up = own[:, 0].isnan()
-        from_model = self._widened(self.trained.confidence(own, own))
+        looked_up = scored[:, 0].isnan()
+        from_model = self._widened(self.trained.confidence(evidence.first(self.trained.gamma)))
         return torch.where(looked_up.unsqueeze(1), certain(from_lookup, (match > 0) & looked_up, explored), from_model)
 
     def _from_lookup(self, match: Tensor) -> Tensor:
@@ -201,17 +206,20 @@ class CombinedConfidence:
         missing = self.gamma - confidence.shape[1]
         return F.pad(confidence, (0, missing)) if missing else confidence
 
-    def observe(
-        self, logits: Tensor | None, signal: Tensor | None, accepted: Tensor | Ints, widths: Tensor | Ints
-    ) -> None:
-        assert signal is not None
+    def observe(self, evidence: Evidence, accepted: Tensor | Ints, widths: Tensor | Ints) -> None:
+        assert evidence.match is not None
         accepted, widths = np.asarray(accepted, np.int64), np.asarray(widths, np.int64)
-        match = signal[:, 0].numpy().astype(np.int64)
-        drawn = np.zeros(len(match), bool) if logits is None else ~np.isnan(logits[:, 0].numpy())
+        match, scored = evidence.match.numpy(), model_scores(evidence)
+        drawn = np.zeros(len(match), bool) if scored is None else ~np.isnan(scored[:, 0].numpy())
         self.choice.observe(match, accepted, widths, drawn)
-        if logits is not None and drawn.any():
-            own = logits[torch.from_numpy(drawn), : self.trained.gamma]
-            self.trained.observe(own, own, accepted[drawn], widths[drawn])
+        if drawn.any():
+            own = evidence.first(self.trained.gamma).rows(torch.from_numpy(drawn))
+            self.trained.observe(own, accepted[drawn], widths[drawn])
         if (found := ~drawn & (match > 0)).any():
-            evidence = torch.from_numpy(_evidence(match[found])).unsqueeze(1).expand(-1, self.lookup.gamma)
-            self.lookup.observe(None, evidence, accepted[found], widths[found])
+            signal = torch.from_numpy(_evidence(match[found])).unsqueeze(1).expand(-1, self.lookup.gamma)
+            self.lookup.observe(Evidence(signal=signal), accepted[found], widths[found])
+
+
+def model_scores(evidence: Evidence) -> Tensor | None:
+    """[R, gamma] of the drafter's model, NaN in the rows of blocks that another source drafted; None: it did not run."""
+    return evidence.signal if evidence.logits is None else evidence.logits

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.checkpoint import describe_checkpoint
 from surefoot.errors import CalibrationError, ConfigurationError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.calibration import Calibration
@@ -93,10 +93,10 @@ def evaluate(
     encode = tokenizer_of(target)
     tokens = {name: [encode(prompt) for prompt in prompts] for name, prompts in workloads.items()}
     longest = max(len(ids) for texts in tokens.values() for ids in texts)
-    engine = speculation_engine(target, drafter, batch=batch, max_model_len=longest + max_tokens + 1)
-    fitted = load_calibration(drafter, engine.gamma, calibration)
-    if isinstance(engine.drafter, DSparkDrafter):  # draws as it will when it serves, but says what its head says
-        engine.drafter.calibration = None if fitted is None else fitted.uncalibrated()
+    fitted = load_calibration(drafter, describe_checkpoint(drafter).gamma, calibration)
+    engine = speculation_engine(
+        target, drafter, batch=batch, max_model_len=longest + max_tokens + 1, calibration=calibration
+    )
     report: dict[str, Any] = {
         "format": "surefoot-evaluation",
         "version": 1,

@@ -173,12 +173,11 @@ def follow(
     """Ask the drafter at every emitted token of every text but the last.
 
     Args:
-        drafter: bound to `target`, with a confidence head, whose logits are the head's own: without a calibration, or with
-            an `uncalibrated` one. Only how it copies counts; draws are judged at each `sharpness`.
+        drafter: bound to `target`, with a confidence head. Of how it draws, only copying counts; draws are judged at each
+            `sharpness`.
         texts: of at least two emitted tokens each.
         span: which part of `progress` this is.
     """
-    assert drafter.calibration is None or drafter.calibration.is_plain
     longest = max(len(text.tokens) for text in texts)
     words = target.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
     emitted = max(len(text.tokens) - text.start for text in texts)

@@ -58,13 +58,20 @@ def serving_target(
     return target
 
 
-def speculation_engine(target: Target, drafter: Path, *, batch: int, max_model_len: int) -> Engine:
-    """An engine that verifies every block whole, whatever its confidences."""
+def speculation_engine(
+    target: Target, drafter: Path, *, batch: int, max_model_len: int, calibration: Path | None = None
+) -> Engine:
+    """An engine that verifies every block whole, whatever its confidences.
+
+    Args:
+        calibration: by which the drafter draws; None: the one beside it, if any.
+    """
     gamma = describe_checkpoint(drafter).gamma
     options = EngineOptions(
         drafter=drafter,
         width=gamma,
         cost_table="none",
+        calibration=calibration,
         max_num_seqs=batch,
         max_num_batched_tokens=max(512, batch * (gamma + 2)),
         max_model_len=min(target.max_model_len, max_model_len),
@@ -136,7 +143,7 @@ def note_blocks(report: StepReport, temperature: float, blocks_of: Callable[[str
     """Keep what became of the blocks of one step; `blocks_of` says where those of a request belong."""
     outputs = report.outputs
     logits, signal = (
-        None if value is None else value.tolist() for value in (outputs.confidence_logits, outputs.signal)
+        None if value is None else value.tolist() for value in (outputs.evidence.logits, outputs.evidence.signal)
     )
     for row in range(report.inputs.num_drafted):
         if report.kept[row] == 0 or not outputs.widths[row]:
@@ -215,7 +222,7 @@ def calibrate(
     Returns the calibration, and its quality for the record. For a drafter with a confidence head only.
     """
     assert isinstance(engine.drafter, DSparkDrafter)
-    engine.drafter.calibration = None  # whatever lies beside it
+    engine.drafter.draw_by(None)  # whatever lies beside it
     texts: list[Text] = []
     share = WRITING / len(temperatures)
     for number, temperature in enumerate(temperatures):
@@ -245,7 +252,7 @@ def fit_calibration(
     Copying comes first, because all else depends on it, from some of the texts; then sharpness, then confidences.
 
     Args:
-        drafter: bound to `target`, with a head, and without a calibration.
+        drafter: bound to `target`, with a head; it draws without a calibration afterwards.
         name: what the calibration is for.
 
     Returns:
@@ -263,11 +270,11 @@ def fit_calibration(
     gamma = drafter.gamma
     try:
         alone = follow(target, drafter, some, progress, sharpness=(1.0,), span=(WRITING, middle))
-        drafter.calibration = Calibration([1.0] * gamma, device=target.device, copying=alone.shares())
-        copying = drafter.calibration.copying
+        copying = Calibration([1.0] * gamma, device=target.device, copying=alone.shares())
+        drafter.draw_by(copying)
         seen = follow(target, drafter, written, progress, span=(middle, 1.0))
     finally:
-        drafter.calibration = None
+        drafter.draw_by(None)
     level = choose_sharpness(seen)
     chance = seen.chance[:, :, level]
     rows, accepted, known = seen.met(chance, np.random.default_rng(0))
@@ -277,7 +284,7 @@ def fit_calibration(
     reached = seen.reached(chance)
     weights = fit_weights(seen.logits, seen.signal, seen.temperature, seen.overlap[:, :, level], reached)
     sharpness = None if seen.sharpness[level] == 1 else [seen.sharpness[level]] * gamma
-    fitted = Calibration(plain.temperatures, weights=weights, sharpness=sharpness, copying=copying)
+    fitted = Calibration(plain.temperatures, weights=weights, sharpness=sharpness, copying=copying.copying)
     before, after = (tuple(q.ece for q in met.quality(judge)) for judge in (fitted.uncalibrated(), fitted))
     fitted.provenance = Provenance(dataset, len(rows), name, before, after)
     return fitted, met

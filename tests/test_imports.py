@@ -45,8 +45,6 @@ LONGEST = {"surefoot.engine.step": 200}
 
 # Known offenders, each with the helper who removes it.
 ARROWS_TO_GO: dict[tuple[str, str], str] = {
-    ("surefoot.kernels.planning", "surefoot.speculation.continuation"): "policy",
-    ("surefoot.kernels.planning", "surefoot.speculation.planner"): "policy",
     ("surefoot.profiling.calibrate", "surefoot.bench.prompts"): "drafters",
     ("surefoot.profiling.calibrate", "surefoot.drafters.base"): "drafters",
     ("surefoot.profiling.calibrate", "surefoot.drafters.dspark"): "drafters",
@@ -61,7 +59,6 @@ CIRCLES_TO_GO: dict[frozenset[str], str] = {
 LENGTHS_TO_GO: dict[str, str] = {
     "surefoot.drafters.dspark": "drafters",
     "surefoot.speculation.calibration": "drafters",
-    "surefoot.speculation.planner": "policy",
 }
 
 

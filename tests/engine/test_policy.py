@@ -82,7 +82,9 @@ class TestAppendixA:
             def best_budget(survival: Tensor, made: Any) -> Decision:
                 expected = 1 + torch.cat([torch.zeros(1), survival[0].cumsum(0)])
                 rates = expected / torch.tensor([1.0, 2.0, 1 / 0.45])
-                honest = engine.policy.stale.decide(engine.policy.board.read(made.load.step, made.seats), made.load)
+                honest = engine.policy.stale.decide(
+                    engine.policy.learner.board.read(made.load.step, made.seats), made.load
+                )
                 made.decision = honest
                 return replace(honest, budget=int(rates.argmax()))
 

@@ -56,7 +56,7 @@ def test_a_profile_has_every_bucket_and_leaves_the_engine_as_it_was(drafter: str
     assert max(shares) <= 1.0
     engine.assert_clean()
     assert engine.policy is policy
-    assert policy.statistics.steps == 0  # nothing was learned from made-up texts
+    assert policy.learner.statistics.steps == 0  # nothing was learned from made-up texts
     assert engine.blocks.prefix_reuse
     assert [request.token_ids for request in engine.run(PROMPTS, GREEDY)] == expected
 

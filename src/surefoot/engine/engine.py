@@ -19,10 +19,11 @@ from surefoot.engine.clock import laps_for
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
 from surefoot.engine.graphs import TargetRunner, runner_for
-from surefoot.engine.messages import StepInputs, WidthPlan
+from surefoot.engine.messages import StepInputs
 from surefoot.engine.options import EngineOptions
 from surefoot.engine.output import OutputEvent, OutputProcessor, TokenLogprobs
-from surefoot.engine.policy import Plan, WidthPolicy
+from surefoot.engine.plan import Plan
+from surefoot.engine.policy import WidthPolicy
 from surefoot.engine.request import Request, Status
 from surefoot.engine.scheduler import Schedule, Scheduled, Scheduler
 from surefoot.engine.state import DeviceState
@@ -132,7 +133,7 @@ class Engine:
 
     @property
     def statistics(self) -> Statistics:
-        return self.policy.statistics
+        return self.policy.learner.statistics
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, in plain JSON data (design.md section 7)."""
@@ -331,9 +332,7 @@ class Engine:
             num_emitting=len(emitting),
             context_rows=[part.context_rows for part in parts],
             steps=[part.request.num_launched for part in emitting],
-            plan=WidthPlan(
-                plan.limits, plan.budget, self.policy.min_width, plan.forced, plan.explored, plan.depth, plan.decide
-            ),
+            plan=plan.for_step(self.policy.min_width),
             flags=SamplingFlags.union((part.request.flags for part in emitting), self.device.reads_are_free),
             updates=schedule.updates,
             max_length=max(part.request.num_cached + part.request.in_flight for part in parts),
@@ -371,7 +370,7 @@ class Engine:
         launched.host_ms += (time.perf_counter() - start) * 1e3
         # With an overlapping device the host's time is hidden behind the next step.
         host_ms = 0.0 if self.overlap else launched.host_ms
-        self.policy.observe(launched.plan, launched.inputs, outputs, kept, host_ms)
+        self.policy.learner.observe(launched.plan, outputs, kept, host_ms)
         self._report(launched, outputs, kept, host_ms)
         return events
 

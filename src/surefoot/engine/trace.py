@@ -14,7 +14,7 @@ from surefoot.speculation.survival import prefix_survival
 if TYPE_CHECKING:
     from surefoot.engine.device import HostOutputs
     from surefoot.engine.messages import StepInputs
-    from surefoot.engine.policy import Plan
+    from surefoot.engine.plan import Plan
 
 
 @dataclass(frozen=True)

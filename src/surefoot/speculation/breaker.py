@@ -19,11 +19,10 @@ class BreakerState(str, Enum):
 
 @dataclass
 class Breaker:
-    """Per request (design.md section 4): a window of at least `min_proposals` verified drafts of which less than
+    """Per request: a window of at least `min_proposals` verified drafts of which less than
     `min_acceptance` were accepted opens it for `pause_steps` steps; then it probes with a fresh window.
 
-    The drafter's context is kept current meanwhile: an open breaker limits the width to 0, it does not skip the
-    request.
+    The drafter's context is kept current meanwhile: an open breaker limits the width to 0 and does not skip the request.
     """
 
     min_acceptance: float = 0.6

@@ -1,8 +1,8 @@
-"""How many tokens of a block are worth drafting: a machine that will verify three of them should not draft seven.
+"""How many tokens of a block are worth drafting.
 
-The draft pass computes one row for every token it drafts, for every request, whether or not the planner has a use for it.
-Where target rows are dear, or requests are many, a shorter block costs less and loses nothing that would have been
-verified. The depth is chosen before anything is drafted, from blocks of the past alone, so that it cannot bend the law.
+The draft pass computes one row for every token it drafts, for every request, whether or not it is verified. Where target
+rows are expensive, or requests are many, a shorter block costs less and loses nothing that would have been verified. The
+depth is chosen before anything is drafted, from past blocks alone, so it does not change the output distribution.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from surefoot.speculation.planner import StepLoad
 
 Floats = npt.NDArray[np.float64]
 PROBE_EVERY = 16
-"""Of this many drafted steps one drafts whole blocks: a shorter one shows nothing of what lies behind it."""
+"""Of this many steps with drafts one drafts whole blocks: a shorter one shows nothing of the later positions."""
 THRESHOLDS = 16
 
 
@@ -26,18 +26,19 @@ class DraftDepth:
 
         rate(g, t) = (R + n E[S_1 + ... + S_w]) / (D(n, g) + V(R + n E[w]) + overheads),  w = positions <= g with S >= t,
 
-    the mean taken over R requests of which n are drafted; the choice is the g of the largest rate over all t.
+    the mean taken over R requests of which n get a draft; the choice is the g of the largest rate over all t.
 
     Args:
         gamma: tokens of a whole block.
-        keep: whole blocks that are remembered.
-        least: blocks below which whole ones are drafted.
+        keep: number of whole blocks that are remembered.
+        least: with fewer of them, whole blocks are drafted.
     """
 
     def __init__(self, gamma: int, *, keep: int = 128, least: int = 16) -> None:
         self.gamma, self.keep, self.least = gamma, keep, least
         self._survival: Floats = np.empty((0, gamma))
-        self._chosen: dict[tuple[int, int], int] = {}  # by requests and drafted requests, until new blocks come
+        self._chosen: dict[tuple[int, int], int] = {}  # by R and n, for `_chosen_by` and the blocks so far
+        self._chosen_by: CostTable | None = None
         self._steps = 0
 
     def observe(self, survival: npt.NDArray[np.floating]) -> None:
@@ -53,6 +54,9 @@ class DraftDepth:
         self._steps = (self._steps + 1) % PROBE_EVERY
         if not self._steps:
             return None
+        if table is not self._chosen_by:
+            self._chosen.clear()
+            self._chosen_by = table
         key = (load.requests, load.draft_requests)
         if key not in self._chosen:
             self._chosen[key] = self._best(table, load)

@@ -1,4 +1,4 @@
-"""What speculation did: per request, and in total over requests, steps and processes (design.md section 7)."""
+"""What speculation did: per request, and in total over requests, steps and processes."""
 
 from __future__ import annotations
 

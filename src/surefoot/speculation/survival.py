@@ -1,7 +1,7 @@
 """Survival of draft positions, and the one type that proves it is old enough to choose a budget with.
 
 The budget K may be chosen by a global search only from survivals that were known before any token of this step's
-blocks was drawn (design.md section 3; DSpark paper, Appendix A). `PublishedSurvival` is that proof: only
+blocks was drawn (`docs/planning.md`; DSpark paper, Appendix A). `PublishedSurvival` is that proof: only
 `ConfidenceBoard.read` makes one, and the board hands out nothing that was published in the step that asks.
 """
 

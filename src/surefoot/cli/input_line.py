@@ -18,6 +18,7 @@ class InputLine:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
         from prompt_toolkit.output import create_output
+        from prompt_toolkit.utils import is_dumb_terminal
 
         keys = KeyBindings()
 
@@ -28,7 +29,9 @@ class InputLine:
         self._session: PromptSession[str] = PromptSession(
             key_bindings=keys,
             prompt_continuation=CONTINUED,
-            output=create_output(stdout=sys.stdout, always_prefer_tty=True),  # answers may go to a file
+            # Answers may go to a file while the prompt is shown on standard error. A terminal without escapes gets the
+            # library's plain prompt, which it only gives where no output is named.
+            output=None if is_dumb_terminal() else create_output(stdout=sys.stdout, always_prefer_tty=True),
         )
 
     def read(self) -> str | None:

@@ -13,6 +13,7 @@ from surefoot.targets.loading import describe_target, load_target
 from surefoot.targets.probe import check_config, probe
 from surefoot.targets.target import Target
 
+from .architectures import tiny as tiny_model
 from .flat import CONFIGS
 
 _TINY = {
@@ -144,9 +145,25 @@ def test_a_description_carries_the_refusal(tmp_path):
         load_target(str(tmp_path))
 
 
-def test_a_model_with_attention_classes_of_its_own_is_refused(tmp_path):
-    config = CONFIG_MAPPING["falcon"](vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="does not use transformers' AttentionInterface"):
+@pytest.mark.parametrize(
+    ("kind", "architecture", "reason"),
+    [
+        ("stablelm", "StableLmForCausalLM", "does not pass keyword arguments on to its attention function"),
+        ("nemotron", "NemotronForCausalLM", "does not pass keyword arguments on to its attention function"),
+        ("falcon", "FalconForCausalLM", "AttentionInterface"),
+        ("gpt_neo", "GPTNeoForCausalLM", "AttentionInterface"),
+        ("bloom", "BloomForCausalLM", "takes no cache or no position ids"),
+        ("mpt", "MptForCausalLM", "takes no cache or no position ids"),
+    ],
+)
+def test_attention_that_does_not_go_through_the_interface_is_refused_by_architecture(
+    tmp_path, kind, architecture, reason
+):
+    tiny_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"{architecture} .*{reason}.*; choose ") as caught:
         load_target(str(tmp_path))
-    assert "AttentionInterface" in (describe_target(str(tmp_path)).reason or "")
+    assert "\n" not in str(caught.value)
+    described = describe_target(str(tmp_path))
+    assert not described.servable
+    assert f"{architecture} " in str(described.reason)
+    assert reason in str(described.reason)

@@ -27,6 +27,10 @@ ASKS_FOR_POSITIONS = ("Llama4TextAttention",)
 """Attention modules that add the cache's length to 0 ... T-1 to get the rows' positions."""
 
 
+class StepMissing(ModelError):
+    """An attention module that drops the keyword arguments of the model call, and with them the step."""
+
+
 class FlatCache:
     """What transformers asks of a cache, answered for a flat token axis: nothing is cached, no mask is needed.
 
@@ -106,10 +110,7 @@ def surefoot_attention(
     """The function registered with transformers; its step comes as a keyword argument of the model call."""
     step: FlatCache | None = options.get(STEP_ARGUMENT)
     if step is None:
-        raise ModelError(
-            f"{type(module).__name__} does not pass keyword arguments on to its attention function, so surefoot cannot "
-            "serve this architecture; choose another model"
-        )
+        raise StepMissing(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
     options["attention_mask"] = attention_mask
     return step.attend(module, query, key, value, options)[None], None
 

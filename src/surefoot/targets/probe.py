@@ -18,7 +18,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from surefoot.cache.paged import LayerSpec
 from surefoot.errors import ModelError
-from surefoot.targets.attention import ASKS_FOR_POSITIONS, ATTENTION_NAME, STEP_ARGUMENT, FlatCache, surefoot_attention
+from surefoot.targets.attention import (
+    ASKS_FOR_POSITIONS,
+    ATTENTION_NAME,
+    STEP_ARGUMENT,
+    FlatCache,
+    StepMissing,
+    surefoot_attention,
+)
 
 _PROBE_NAME = "surefoot-probe"  # surefoot's attention, but with masks: they tell where the model has windows
 _UNKNOWN_MASK = -1
@@ -158,12 +165,13 @@ def text_config(config: Any) -> Any:
 def architecture_name(config: Any, model: nn.Module | None = None) -> str:
     if model is not None:
         return type(model).__name__
-    return (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    stated = getattr(config, "architectures", None)
+    return str(stated[0]) if isinstance(stated, (list, tuple)) and stated else type(config).__name__
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, architecture: str | None = None) -> None:
     """Refuse from the configuration alone what no probe is needed for. Raises `ModelError`."""
-    architecture, text = architecture_name(config), text_config(config)
+    architecture, text = architecture or architecture_name(config), text_config(config)
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(architecture, "it is an encoder-decoder model, surefoot serves decoder-only models")
     for attribute in ("layer_types", "layers_block_type"):
@@ -186,7 +194,7 @@ def probe(model: Any) -> ModelShape:
     """
     config: Any = model.config
     architecture, text = architecture_name(config, model), text_config(config)
-    check_config(config)
+    check_config(config, architecture)
     if getattr(model, "_is_stateful", False):
         raise _recurrent(architecture, "transformers marks it as stateful")
     parameters = inspect.signature(model.forward).parameters
@@ -201,6 +209,8 @@ def probe(model: Any) -> ModelShape:
         model.set_attn_implementation(_PROBE_NAME)
         with recorder._watch(model):
             model(input_ids=ids, position_ids=torch.arange(2, device=ids.device)[None], **arguments)
+    except StepMissing as error:
+        raise _refusal(architecture, str(error)) from error
     except ModelError:
         raise
     except (AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from surefoot.errors import ModelError
 from surefoot.targets.checkpoint import FLOAT8_WEIGHTS, TRUST, TensorHeader, first_line, tensor_headers
+from surefoot.targets.probe import architecture_name
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def read_model(
 
 def build_failure(config: Any, error: BaseException) -> str:
     """Why transformers could not make a model, with its architecture and what to do."""
-    architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    architecture = architecture_name(config)
     if "trust_remote_code" in str(error):
         return f"{architecture} needs Python code of the checkpoint: {TRUST}"
     if isinstance(error, KeyError) and error.args and str(error.args[0]).startswith("surefoot"):

@@ -1,4 +1,4 @@
-"""Where surefoot keeps what it computed once: de-quantised targets, compiled kernels, cost tables."""
+"""Where surefoot keeps what it has computed once: dequantised targets, compiled kernels, cost tables."""
 
 from __future__ import annotations
 
@@ -13,3 +13,17 @@ def cache_directory() -> Path:
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base).expanduser() / "surefoot"
     return Path.home() / ".cache" / "surefoot"
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a damaged file of the cache, so that it is made anew and can still be looked at.
+
+    Returns:
+        Its new path; None where it cannot be renamed (a read-only cache).
+    """
+    aside = path.with_name(f"{path.name}.damaged")
+    try:
+        os.replace(path, aside)
+    except OSError:
+        return None
+    return aside

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
-from surefoot.engine.assembly import make_policy
 from surefoot.engine.device import ThreadDevice
 from surefoot.engine.engine import Engine
-from surefoot.engine.fingerprint import find_table, fingerprint, load_table, table_path
 from surefoot.engine.graphs import EagerRunner
-from surefoot.engine.options import EngineOptions
+from surefoot.engine.messages import StepInputs
 from surefoot.engine.trace import StepReport
-from surefoot.errors import ConfigurationError, CostTableError
-from surefoot.profiling.profile import Profile, Samples, acceptance_for, buckets_up_to, points_of, profile
+from surefoot.errors import ConfigurationError
+from surefoot.profiling.points import Point, buckets_up_to, points_of
+from surefoot.profiling.profile import Profile, _measure, acceptance_for, profile, profile_and_save
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.planner import Reason
-from tests.engine.engines import EngineUnderTest, build, tiny_drafter
+from tests.engine.engines import build
 from tests.tiny_models import tiny_target
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = [[1, 2, 3, 4] * 4, [5, 6] * 8, [9, 8, 7] * 5]
-
-
-def test_buckets_and_mixes() -> None:
-    assert buckets_up_to(8) == [1, 2, 3, 4, 6, 8]
-    assert buckets_up_to(128) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128]
-    assert buckets_up_to(10)[-1] == 10
-    mixes = {(point.rows, point.requests) for point in points_of((64,), max_num_seqs=4, gamma=3)}
-    assert mixes == {(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 4), (6, 4), (8, 4), (12, 4), (16, 4)}
-    assert all(requests <= rows <= requests * 4 for rows, requests in mixes)
 
 
 @pytest.mark.parametrize("drafter", ["none", "prompt-lookup", "dspark", "dflash"])
@@ -59,6 +51,114 @@ def test_a_profile_has_every_bucket_and_leaves_the_engine_as_it_was(drafter: str
     assert policy.learner.statistics.steps == 0  # nothing was learned from made-up texts
     assert engine.blocks.prefix_reuse
     assert [request.token_ids for request in engine.run(PROMPTS, GREEDY)] == expected
+
+
+class Watched:
+    """A device that keeps what every step was given, and can fail."""
+
+    def __init__(self, engine: Engine, fails_at: int | None = None, failure: BaseException | None = None) -> None:
+        self.engine, self.device = engine, engine.device
+        self.overlaps, self.reads_are_free = self.device.overlaps, self.device.reads_are_free
+        self.fails_at, self.failure = fails_at, failure
+        self.seen: list[tuple[StepInputs, list[int], list[int]]] = []
+
+    def submit(self, step: Any, inputs: StepInputs) -> Any:
+        pending = self.device.submit(step, inputs)
+        if len(self.seen) == self.fails_at:
+            assert self.failure is not None
+            raise self.failure  # after the step has changed the device's data
+        slots = inputs.slots
+        before = [slot.num_cached for slot in inputs.updates.slots] or self.lengths
+        self.lengths = before
+        self.seen.append((inputs, [before[slot] for slot in slots], pending.result().widths))
+        return pending
+
+
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup", "dspark"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_every_point_is_measured_as_asked(drafter: str, architecture: str) -> None:
+    engine = build(tiny_target(architecture), drafter, max_num_seqs=4)
+    engine.device = watched = Watched(engine)
+    table = profile(engine, budget_s=0.0, contexts=(16, 48)).table
+    model_gamma = engine.drafter.model_gamma if engine.drafter else None
+    points = points_of((16, 48), 4, engine.gamma, model_gamma=model_gamma)
+    steps = Counter(
+        Point(contexts[0], sum(widths) + len(contexts), len(contexts), inputs.plan.depth)
+        for inputs, contexts, widths in watched.seen
+        if len(set(contexts)) == 1 and max(widths, default=0) - min(widths, default=0) <= 1
+    )
+    assert steps.total() == len(watched.seen)  # one context per step, widths spread evenly
+    assert steps.keys() == set(points)
+    assert all(steps[point] >= 2 for point in points)
+    assert table.token_buckets == tuple(buckets_up_to(4 * (engine.gamma + 1)))
+    assert table.context_lengths == (16, 48)
+    assert [len(curve) for curve in table.verify_ms] == [len(table.token_buckets)] * 2
+    assert table.draft_requests == table.batch_sizes == tuple(sorted({p.requests for p in points}))
+    assert table.draft_depths == (tuple(range(1, engine.gamma + 1)) if model_gamma else ())
+
+
+@pytest.mark.parametrize(
+    "failure", [RuntimeError("the device is gone"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
+@pytest.mark.parametrize("step", [0, 1, 7, 30])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "dspark", "combined-dspark"])
+def test_a_failure_while_measuring_leaves_the_engine_usable(drafter: str, step: int, failure: BaseException) -> None:
+    expected = [request.token_ids for request in build(tiny_target(), drafter, max_num_seqs=4).run(PROMPTS, GREEDY)]
+    engine = build(tiny_target(), drafter, max_num_seqs=4)
+    engine.run(PROMPTS, GREEDY)  # its prefixes are cached now
+    before = (engine.policy, engine.overlap, engine.scheduler, engine.decode_step, engine.statistics.steps)
+    engine.device = Watched(engine, step, failure)
+    with pytest.raises(type(failure)):
+        profile(engine, budget_s=0.0)
+    engine.device = engine.device.device
+    engine.assert_clean()
+    assert (engine.policy, engine.overlap, engine.scheduler, engine.decode_step, engine.statistics.steps) == before
+    assert engine.decode_step.laps is None
+    requests = engine.run(PROMPTS, GREEDY)
+    assert [request.token_ids for request in requests] == expected
+    assert [request.cached_tokens for request in requests] == [0, 0, 0]  # the noise is nobody's prefix
+    assert [request.token_ids for request in engine.run(PROMPTS, GREEDY)] == expected
+    assert engine.statistics.blocks.verified > 0
+
+
+class VirtualTimer:
+    """A step timer whose steps take made-up times on a made-up clock."""
+
+    def __init__(self, clock: list[float], cost_ms: Callable[[Point], float]) -> None:
+        self.clock, self.cost_ms, self.counts = clock, cost_ms, Counter[Point]()
+
+    def enter(self, context: int) -> None:
+        self.clock[0] += 0.02
+
+    def time(self, point: Point, keep: bool = True) -> float:
+        self.clock[0] += self.cost_ms(point) / 1e3
+        self.counts[point] += keep
+        return self.cost_ms(point)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 6.0, 14.0, 60.0])
+@pytest.mark.parametrize("row_ms", [0.05, 2.0, 6.0])
+def test_it_takes_the_time_it_was_given_and_the_bar_says_how_much_is_done(
+    seconds: float, row_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 6 ms per row, all points twice would take 20 s."""
+    clock = [0.0]
+    monkeypatch.setattr("surefoot.profiling.profile.time.perf_counter", lambda: clock[0])
+    timer = VirtualTimer(clock, lambda point: 20 + row_ms * point.rows * (1 + point.context / 4096))
+    shown: list[tuple[float, float]] = []
+    told: list[float] = []
+    points = points_of((64, 1024), 16, 7, model_gamma=7)
+    _measure(timer, points, seconds, lambda share: shown.append((share, clock[0])), told.append)  # type: ignore[arg-type]
+    total = clock[0]
+    least = max(seconds, 2.0 if row_ms < 6 else 6.0)  # the fewest points at 6 ms per row take some seconds
+    assert seconds * 0.9 <= total <= least * 1.2
+    assert told == [pytest.approx(total, rel=0.15)]
+    shares = [share for share, _ in shown]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert max(shares[:-1]) < 1.0  # it stands at the end only there
+    for share, moment in shown:
+        assert share == pytest.approx(moment / total, abs=0.12)
 
 
 def test_only_an_idle_engine_can_be_profiled() -> None:
@@ -98,26 +198,6 @@ def made_up(gamma: int, verify: list[float], draft: float = 0.0) -> Profile:
     return Profile(CostTable(rows, (tuple(verify),), draft_ms=(draft,)), gamma, 1.0, 10)
 
 
-def test_disturbed_points_do_not_make_their_neighbours_dear() -> None:
-    """Times of 10 + rows, three of them disturbed: a pass is never dearer than a larger one, or than one with more cached."""
-    samples, rows = Samples.empty(), (1, 2, 3, 4, 8)
-    for context, more in ((64, 0.0), (1024, 1.0)):
-        for count in rows:
-            slow = {(64, 3): 40.0, (1024, 8): 9.0}.get((context, count), 0.0)
-            samples.verify[context, count][1] += [10.0 + count + more + slow] * 2
-    for requests, slow in ((1, 7.0), (2, 0.0), (4, 0.0)):
-        samples.draft[requests] += [2.0 + requests + slow, 2.0 + requests]
-        samples.overhead[requests] += [1.0]
-    for depth, slow in ((1, 0.0), (2, 30.0), (3, 0.0)):
-        samples.depth[depth] += [1.0 + depth / 2 + slow]
-    table = samples.table({}, 4)
-    assert table.verify_ms[0] == (11.0, 12.0, 14.0, 14.0, 18.0)
-    assert table.verify_ms[1][:4] == (12.0, 13.0, 14.0, 15.0)
-    assert table.draft_ms == (4.0, 4.0, 6.0)
-    assert table.draft_depth_ms == (1.5, 2.5, 2.5, 4.0)
-    assert samples.unsteady() == pytest.approx(1 / 13)
-
-
 def test_depths_are_measured_for_a_drafter_with_a_model() -> None:
     for drafter, depths in (("dspark", (1, 2, 3, 4)), ("combined-dspark", (1, 2, 3, 4)), ("prompt-lookup", ())):
         engine = build(tiny_target("llama"), drafter, max_num_seqs=2, gamma=4)
@@ -143,106 +223,52 @@ def test_the_verdict_is_the_break_even_of_the_full_width() -> None:
     assert "no drafter" in made_up(0, [10.0]).verdict
 
 
-# --- found by fingerprint -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # The native kernels live in the real cache and are loaded by now.
-    tiny_target()
-    from surefoot.kernels import native
-
-    native.available()
-    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path))
-    return tmp_path
-
-
-def saved(max_num_seqs: int = 8, gamma: int = 4) -> Path:
+def test_padded_passes_make_a_staircase() -> None:
     target = tiny_target()
-    drafter = tiny_drafter(target, "prompt-lookup", gamma)
-    measured = fingerprint(target, drafter, max_num_seqs=max_num_seqs, block_size=16)
-    path = table_path(measured)
-    CostTable((1, 2, 4), ((1.0, 1.5, 2.5),), fingerprint=measured).save(path)
-    return path
+    engine = build(target, "prompt-lookup", max_num_seqs=2, runner=EagerRunner(target, (2, 4, 8, 16)))
+    table = profile(engine, budget_s=0.0).table
+    assert table.token_buckets == (2, 4, 8, 10)
+    assert table.captured_tokens is None
+    assert table.verify_ms_at(5) == table.verify_ms_at(8)
 
 
-def policy_for(max_num_seqs: int, gamma: int = 4, cost_table: str | Path = "auto", **config: int) -> CostTable | None:
-    target = tiny_target()
-    settings = EngineOptions(max_num_seqs=max_num_seqs, cost_table=cost_table, **config)
-    drafter = tiny_drafter(target, "prompt-lookup", gamma)
-    return make_policy(target, drafter, settings).costs.table
+def test_a_steadier_table_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(tiny_target(), "prompt-lookup", max_num_seqs=2)
+    path = tmp_path / "table.json"
 
+    def measured(unsteady: float | None) -> Profile:
+        found = profile(engine, budget_s=0.0)
+        found = replace(found, table=replace(found.table, unsteady=unsteady))
+        with monkeypatch.context() as patch:
+            patch.setattr("surefoot.profiling.profile.profile", lambda *_, **__: found)
+            return profile_and_save(engine, path=path)
 
-def test_a_table_is_found_by_fingerprint_and_serves_fewer_requests(cache: Path) -> None:
-    assert policy_for(8) is None
-    saved(8)
-    found = policy_for(8)
-    assert found is not None
-    assert found.fingerprint["max_num_seqs"] == 8
-    assert policy_for(2) == found
-    saved(4)
-    narrower = policy_for(2)
-    assert narrower is not None
-    assert narrower.fingerprint["max_num_seqs"] == 4
-    assert policy_for(8) == found
-    assert policy_for(16) is None
-    assert policy_for(8, gamma=3) is None
-    assert policy_for(8, block_size=4) is None
-    assert policy_for(8, cost_table="none") is None
+    def saved() -> CostTable:
+        return CostTable.load(path)
 
-
-def test_another_engine_is_refused_by_name_of_the_field(cache: Path) -> None:
-    path = saved(8)
-    assert policy_for(4, cost_table=path) is not None
-    with pytest.raises(CostTableError, match=r"gamma: table 4, engine 3.*surefoot profile"):
-        policy_for(8, gamma=3, cost_table=path)
-    with pytest.raises(CostTableError, match=r"max_num_seqs: table 8, engine 16"):
-        policy_for(16, cost_table=path)
-    with pytest.raises(CostTableError, match="cannot read"):
-        policy_for(8, cost_table=cache / "nothing.json")
-
-
-def test_a_broken_table_in_the_cache_is_left_out_with_a_warning(cache: Path) -> None:
-    path = saved(8)
+    first = measured(0.6)  # better than none
+    assert first.kept is None
+    assert saved().unsteady == 0.6
+    second = measured(0.4)
+    assert second.kept is None
+    assert saved() == second.table
+    assert engine.policy.costs.table == second.table
+    third = measured(0.7)
+    assert third.kept == second.table == saved()  # the unsteady one has not replaced it
+    assert third.unsteady == 0.7
+    assert engine.policy.costs.table == second.table
+    assert measured(0.2).kept is None  # steady enough
+    assert saved().unsteady == 0.2
     path.write_text("{}")
-    wanted = fingerprint(tiny_target(), None, max_num_seqs=8, block_size=16)
-    with pytest.warns(RuntimeWarning, match="left out"):
-        assert find_table(wanted) is None
-    with pytest.raises(CostTableError):
-        load_table(path, wanted)
+    with pytest.warns(RuntimeWarning, match="set aside"):
+        assert measured(0.9).kept is None
+    assert saved().unsteady == 0.9
 
 
-def test_the_fingerprint_survives_json_and_knows_drafters_apart(cache: Path) -> None:
-    target = tiny_target()
-    marks = [
-        fingerprint(target, tiny_drafter(target, name, 3), max_num_seqs=4, block_size=16)
-        for name in ("none", "prompt-lookup", "dspark", "dspark-gated")
-    ]
-    assert len({table_path(mark) for mark in marks}) == 4
-    CostTable((1,), ((1.0,),), fingerprint=marks[2]).save(table_path(marks[2]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert find_table(marks[2]) is not None
-        assert find_table(marks[3]) is None
-
-
-def test_an_engine_with_a_found_table_plans(cache: Path) -> None:
-    target = tiny_target()
-    options = EngineOptions(max_num_seqs=4, max_model_len=200)
-    drafter = tiny_drafter(target, "prompt-lookup", 4)
-    found = profile(Engine(target, drafter, make_policy(target, drafter, options), options), budget_s=0.0)
-    # Of a tiny target on a busy machine every pass may look alike, and a flat table has nothing to plan with.
-    rising = tuple(
-        tuple(ms + rows for ms, rows in zip(curve, found.table.token_buckets, strict=True))
-        for curve in found.table.verify_ms
-    )
-    replace(found.table, verify_ms=rising).save(table_path(found.table.fingerprint))
-    policy = make_policy(target, drafter, options)
-    assert "measured cost table" in policy.describe()
-    engine = EngineUnderTest(target, drafter, policy, options)
-    engine.run(PROMPTS, SamplingParams(temperature=0.0, max_tokens=80))
-    assert Reason.NO_TABLE.value not in engine.statistics.reasons
-    assert engine.statistics.timed_steps > 0
+def test_a_table_says_how_steady_it_was() -> None:
+    found = profile(build(tiny_target(), "none", max_num_seqs=1), budget_s=0.1)
+    assert found.table.unsteady is not None
+    assert found.unsteady == found.table.unsteady
 
 
 def test_a_prediction_is_for_the_rows_that_ran() -> None:
@@ -256,12 +282,3 @@ def test_a_prediction_is_for_the_rows_that_ran() -> None:
     assert any(report.outputs.proposed == [0] for report in decodes)
     for report in decodes:
         assert report.plan.predicted_ms == pytest.approx(1.0 + sum(report.outputs.widths))
-
-
-def test_padded_passes_make_a_staircase() -> None:
-    target = tiny_target()
-    engine = build(target, "prompt-lookup", max_num_seqs=2, runner=EagerRunner(target, (2, 4, 8, 16)))
-    table = profile(engine, budget_s=0.0).table
-    assert table.token_buckets == (2, 4, 8, 10)
-    assert table.captured_tokens is None
-    assert table.verify_ms_at(5) == table.verify_ms_at(8)

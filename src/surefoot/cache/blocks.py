@@ -51,6 +51,11 @@ class BlockPool:
     def lookup(self, key: bytes) -> int | None:
         return self._block_of.get(key)
 
+    def forget(self) -> None:
+        """No block holds known content any more."""
+        self._key_of.clear()
+        self._block_of.clear()
+
     def share(self, block: int) -> None:
         """Add a reference to a registered block, in use or free."""
         self._references[block] += 1
@@ -214,6 +219,11 @@ class BlockManager:
                     self.pools[group].release(blocks[index])
                     blocks[index] = 0
             sequence.freed[group] = max(sequence.freed[group], first)
+
+    def forget(self) -> None:
+        """Match no prefix with what is cached now: its content is about to be overwritten."""
+        for pool in self.pools:
+            pool.forget()
 
     def release(self, slot: int) -> None:
         """Give back everything; the last blocks first, so that a prefix outlives its continuation."""

@@ -20,8 +20,9 @@ from surefoot.errors import CostTableError
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear
 from surefoot.machine import cpu_name, read_cpuinfo
-from surefoot.paths import cache_directory
-from surefoot.speculation.cost import CostTable
+from surefoot.paths import cache_directory, set_aside
+from surefoot.speculation.cost import FORMAT, VERSION, CostTable
+from surefoot.speculation.json_files import read_object
 from surefoot.version import __version__
 
 if TYPE_CHECKING:
@@ -83,16 +84,30 @@ def table_path(wanted: Mapping[str, Any]) -> Path:
 def find_table(wanted: Mapping[str, Any]) -> CostTable | None:
     """The saved table of this engine, or the smallest one that was measured for more requests; None if there is none."""
     exact = table_path(wanted)
-    found: list[CostTable] = []
-    for path in [exact] if exact.exists() else sorted(tables_directory().glob("*.json")):
-        try:
-            table = CostTable.load(path)
-        except CostTableError as problem:
-            warnings.warn(f"cost table {path} is left out: {problem}", RuntimeWarning, stacklevel=2)
-            continue
-        if table.fingerprint == serving(table, wanted):
-            found.append(table)
-    return min(found, key=lambda table: table.fingerprint["max_num_seqs"], default=None)
+    paths = [exact] if exact.exists() else sorted(tables_directory().glob("*.json"))
+    tables = [table for path in paths if (table := _read_cached(path)) is not None]
+    fitting = [table for table in tables if table.fingerprint == serving(table, wanted)]
+    return min(fitting, key=lambda table: table.fingerprint["max_num_seqs"], default=None)
+
+
+def saved_table(path: Path, wanted: Mapping[str, Any]) -> CostTable | None:
+    """The table in `path`, if there is a readable one of this very engine."""
+    table = _read_cached(path) if path.exists() else None
+    return table if table is not None and table.fingerprint == wanted else None
+
+
+def _read_cached(path: Path) -> CostTable | None:
+    """A table of the cache. One that is damaged is set aside, and measured anew; one of another version is left alone."""
+    try:
+        data = read_object(path, CostTableError)
+        if data.get("format") == FORMAT and data.get("version") != VERSION:
+            return None
+        return CostTable.from_dict(data)
+    except CostTableError as problem:
+        aside = None if isinstance(problem.__cause__, OSError) else set_aside(path)
+        then = "is left out" if aside is None else f"was set aside as {aside.name}"
+        warnings.warn(f"cost table {path} {then}: {problem}", RuntimeWarning, stacklevel=3)
+        return None
 
 
 def load_table(path: str | Path, wanted: Mapping[str, Any]) -> CostTable:

@@ -22,7 +22,7 @@ from surefoot.errors import CostTableError
 from surefoot.speculation.json_files import read_object, write_object
 
 Floats = npt.NDArray[np.float64]
-FORMAT = "surefoot-cost-table"
+FORMAT, VERSION = "surefoot-cost-table", 1
 MOST_MS = 1e12
 MOST_COUNT = 1 << 40
 """Bounds of what a file may hold: sums of times stay finite, counts fit an int64."""
@@ -236,15 +236,17 @@ class CostTable:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: the fields by name, with "format" and "version"."""
-        return {"format": FORMAT, "version": 1, **_plain(asdict(self))}
+        return {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CostTable:
         """Read the JSON form. Raises `CostTableError` naming what is missing or malformed."""
         if data.get("format") != FORMAT:
             raise CostTableError(f"not a cost table: format is {data.get('format')!r}, expected {FORMAT!r}")
-        if data.get("version") != 1:
-            raise CostTableError(f"cost table has version {data.get('version')!r}, this surefoot reads version 1")
+        if data.get("version") != VERSION:
+            raise CostTableError(
+                f"cost table has version {data.get('version')!r}, this surefoot reads version {VERSION}"
+            )
         known = {entry.name for entry in fields(cls)}
         for name in ("token_buckets", "verify_ms", "draft_requests", "draft_ms"):
             if name not in data:

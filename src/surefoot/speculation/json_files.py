@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ def read_object(path: str | Path, error: type[SurefootError]) -> dict[str, Any]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
         raise error(f"cannot read {path}: {problem.strerror or problem}") from problem
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise error(f"{path} is not JSON: {problem}") from problem
     if not isinstance(data, dict):
         raise error(f"{path} holds a JSON {type(data).__name__}, expected an object")
@@ -27,22 +27,24 @@ def read_object(path: str | Path, error: type[SurefootError]) -> dict[str, Any]:
 def write_object(path: str | Path, data: dict[str, Any]) -> None:
     """Write `data` beside `path` and rename, so that a reader or a crash never meets half a file.
 
+    The file gets the permissions that any new file gets from the process's umask, so that users of a shared cache can read it.
+
     Raises:
-        SurefootError: there is no writing there.
+        SurefootError: there is no writing there, or no space.
     """
     path = Path(path)
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     except OSError as problem:
         raise SurefootError(
-            f"cannot write {path}: {problem.strerror or problem}; {path.parent} must be a directory that may be written to"
+            f"cannot write {path}: {problem.strerror or problem}; {path.parent} must be a directory with space, that may be "
+            "written to"
         ) from problem
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=2, allow_nan=False)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -15,6 +15,7 @@ import torch
 from surefoot.cache.blocks import BlockManager
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Drafter
+from surefoot.engine.broadcast import send_step
 from surefoot.engine.clock import laps_for
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
@@ -31,6 +32,7 @@ from surefoot.engine.step import DecodeStep
 from surefoot.engine.trace import StepObserver, StepReport
 from surefoot.errors import ConfigurationError, RequestError
 from surefoot.machine import total_memory
+from surefoot.parallel.group import Alone, Group
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import Statistics
 from surefoot.targets.target import Target
@@ -63,6 +65,7 @@ class Engine:
         *,
         runner: TargetRunner | None = None,
         device: Device | None = None,
+        group: Group | None = None,
     ) -> None:
         options = options or EngineOptions()
         self.target, self.drafter, self.policy, self.options = target, drafter, policy, options
@@ -106,6 +109,7 @@ class Engine:
         self.runner = runner or runner_for(target, options.graphs, options.max_num_batched_tokens)
         self.runner.prepare(self.cache, drafter.feature_layers if drafter else ())
         self.device = device or InlineDevice()
+        self.group: Group = group or Alone()  # who runs the same steps
         self.overlap = self.device.overlaps if options.overlap is None else options.overlap
         if policy.current is not None and (self.overlap or not self.device.reads_are_free):
             raise ConfigurationError(
@@ -344,7 +348,9 @@ class Engine:
             else:  # a prompt chunk has no surprises
                 part.request.num_cached += part.context_rows
         host_ms = (time.perf_counter() - start) * 1e3
-        return InFlight(self.device.submit(self.decode_step, inputs), inputs, parts, plan, host_ms)
+        return InFlight(
+            self.device.submit(self.decode_step, send_step(self.group, inputs)), inputs, parts, plan, host_ms
+        )
 
     def _collect(self, launched: InFlight | None) -> list[tuple[Request, OutputEvent]]:
         if launched is None:

@@ -280,14 +280,16 @@ def test_matrices_stored_as_int8_are_served_as_int8(worlds, tmp_path: Path) -> N
     target = worlds.lending_target(VOCABULARY, WIDTH)
     target.embed_tokens.to(torch.bfloat16), target.lm_head.to(torch.bfloat16)
     drafter.bind(target)
-    values, scale = drafter.model.int8["layers.1.mlp.down_proj.weight"]
+    values, scale = drafter.model.stored["layers.1.mlp.down_proj.weight"].tensors.values()
     drafter.model.pack()
     products = {name: m for name, m in drafter.model.named_modules() if isinstance(m, PackedLinear)}
     assert {name for name, m in products.items() if m.quantize is None} == {"lm_head"}
     x = torch.randn(3, values.shape[1])
     expected = x @ (values * scale.unsqueeze(1)).T
     torch.testing.assert_close(products["layers.1.mlp.down_proj"](x), expected, rtol=1e-5, atol=1e-5)
-    assert not drafter.model.int8
+    assert torch.equal(products["layers.1.mlp.down_proj"].scale, scale)  # the stored one, not one found again
+    assert torch.equal(products["layers.1.mlp.down_proj"](torch.eye(values.shape[1])).T, values * scale.unsqueeze(1))
+    assert not drafter.model.stored
     world = scene(drafter, worlds)
     draft = drafter.propose(world.context([0, 1]), WholeBlockSampler(BlockDraw(), drafter.vocabulary))
     assert set(draft.tokens.flatten().tolist()) <= set(drafter.vocabulary.tolist())

@@ -8,7 +8,8 @@ from torch import nn
 
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
-from surefoot.kernels.linear import PackedLinear, linear_argmax, quantize_int8
+from surefoot.kernels.formats import INT8
+from surefoot.kernels.linear import PackedLinear, linear_argmax
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no compiler")
 SHAPES = [(1, 1), (16, 256), (17, 257), (51, 37), (33, 2), (640, 1024), (5, 4865)]
@@ -24,7 +25,7 @@ def layer(outputs, inputs, dtype, quantize, bias=True):
     linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
     weight = linear.weight.detach().double()
     if quantize:
-        values, scale = quantize_int8(linear.weight.detach())
+        values, scale = INT8.quantize(linear.weight.detach()).tensors.values()
         weight = values.double() * scale.double()[:, None]
     exact_bias = linear.bias.detach().double() if bias else torch.zeros(outputs).double()
     return PackedLinear.from_linear(linear, quantize), weight, exact_bias
@@ -151,7 +152,7 @@ def test_float16_is_widened():
 def test_int8_error_is_half_a_step():
     weight = torch.randn(20, 50)
     weight[3] = 0
-    values, scale = quantize_int8(weight)
+    values, scale = INT8.quantize(weight).tensors.values()
     assert bool(((values * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all())
     assert values[3].abs().max() == 0
 

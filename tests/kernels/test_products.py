@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from surefoot.bench.thin_products import SHAPES
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
-from surefoot.kernels.linear import PackedLinear, linear_argmax, quantize_int8
+from surefoot.kernels.formats import INT8
+from surefoot.kernels.linear import PackedLinear, linear_argmax
 from surefoot.kernels.native import ISAS, Kernel
 
 if not native.available():
@@ -52,7 +53,7 @@ def layer(kernel, outputs, inputs, dtype=torch.bfloat16, quantize=None, bias=Tru
     offset = torch.randn(outputs, generator=generator) if bias else None
     exact = weight.double()
     if quantize:
-        values, scale = quantize_int8(weight)
+        values, scale = INT8.quantize(weight).tensors.values()
         exact = values.double() * scale.double()[:, None]
     return PackedLinear(weight, offset, quantize=quantize, kernel=kernel), exact, offset
 

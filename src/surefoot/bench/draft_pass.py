@@ -28,7 +28,8 @@ from surefoot.drafters.config import DSparkConfig
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.drafters.model import DSparkModel
 from surefoot.kernels import native
-from surefoot.kernels.linear import PackedLinear, quantize_int8
+from surefoot.kernels.formats import INT8
+from surefoot.kernels.linear import PackedLinear
 from surefoot.kernels.sampling import argmax_rows, sample_rows, softmax_rows
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -111,9 +112,8 @@ def random_drafter(shape: dict[str, Any], *, words: int, rank: int, int8: bool) 
         if parameter.dim() == 2 and "norm" not in name:
             parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]))
             if int8:
-                values, scale = quantize_int8(parameter)
-                model.int8[name] = values, scale
-                parameter.copy_(values * scale.unsqueeze(1))
+                model.stored[name] = INT8.quantize(parameter)
+                parameter.copy_(model.stored[name].dequantize())
     embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=torch.bfloat16).requires_grad_(False)
     target = SimpleNamespace(
         name="an embedding",

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from surefoot.kernels import native
-from surefoot.kernels.linear import PackedLinear, Quantization
+from surefoot.kernels import formats, native
+from surefoot.kernels.linear import PackedLinear
 from surefoot.machine import last_level_cache, read_cpuinfo
 
 SHAPES: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
@@ -60,7 +60,7 @@ def stream(data: Tensor) -> object:
     return torch.ops.surefoot.stream(data) if native.available() else data.sum()
 
 
-def arms(outputs: int, inputs: int, isas: list[native.Isa], quantize: Quantization | None) -> Iterator[tuple[str, Arm]]:
+def arms(outputs: int, inputs: int, isas: list[native.Isa], quantize: str | None) -> Iterator[tuple[str, Arm]]:
     """Every way of multiplying by copies of one weight: each instruction set, and torch."""
     some = torch.randn(min(outputs, 4096), inputs).bfloat16()
     weight = some.repeat(-(-outputs // len(some)), 1)[:outputs]  # drawing them all takes longer than measuring
@@ -79,7 +79,7 @@ def measure(
     isas: list[native.Isa],
     data: Tensor,
     *,
-    quantize: Quantization | None = None,
+    quantize: str | None = None,
     repeats: int = 5,
     limit_s: float = float("inf"),
 ) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="interleaved rounds; the median is printed")
     parser.add_argument("--seconds", type=float, default=45, help="after this time layers are measured in one round")
     parser.add_argument("--threads", type=int, help="default: torch's")
-    parser.add_argument("--quantize", choices=["int8"], help="pack the weights as int8")
+    parser.add_argument("--quantize", choices=formats.names(), help="pack the weights in this format")
     parser.add_argument("--model", choices=[*SHAPES], help="default: both")
     parser.add_argument("--layers", nargs="+", help="default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to a file")

@@ -21,12 +21,16 @@ from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.drafters.layouts import LAYOUTS, Layout, read_config, write_config
 from surefoot.drafters.model import DSparkModel
 from surefoot.errors import DrafterError
+from surefoot.kernels import formats
+from surefoot.kernels.formats import StoredWeight, WeightFormat
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_SCALE = "_scale"  # behind the name of an int8 matrix: its row scales
 _VOCABULARY_MAPS = ("d2t", "t2d")
 _TARGETS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies some speculators versions write; unused
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8", "I64": "int64"}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8,
+    "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,9 @@ def load_drafter(
     _check_tensors(expected, headers, directory)
 
     tensors = headers.load(set(expected))
-    model.load_state_dict({name: t.to(dtype or stored) for name, t in tensors.items()}, assign=True)
-    model.int8 = headers.load_int8(set(expected))
+    widened = {name: t.dequantize() if isinstance(t, StoredWeight) else t for name, t in tensors.items()}
+    model.load_state_dict({name: t.to(dtype or stored) for name, t in widened.items()}, assign=True)
+    model.stored = {name: t for name, t in tensors.items() if isinstance(t, StoredWeight)}
     return DSparkDrafter(model.to(device).eval(), gamma, origin=str(path_or_id), checkpoint=directory)
 
 
@@ -149,7 +154,7 @@ def describe_checkpoint(path: str | Path) -> DrafterDescription:
     directory = _resolve(path)
     raw, config, layout = _read(directory)
     headers = _Headers(directory)
-    counted = [s for n, s in headers.shapes.items() if n not in _VOCABULARY_MAPS and not n.endswith(_SCALE)]
+    counted = [s for n, s in headers.shapes.items() if n not in _VOCABULARY_MAPS]
     return DrafterDescription(
         path=str(path),
         layout=layout,
@@ -170,44 +175,48 @@ class _Headers:
 
     def __init__(self, directory: Path) -> None:
         self.files = _weight_files(directory)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of matrices in a format of their own: N and K
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.formats: dict[str, WeightFormat] = {}  # of those matrices
         self._home: dict[str, Path] = {}
         for file in self.files:
             try:
                 with safe_open(file, "pt") as handle:
                     for name in sorted(handle.keys()):
                         tensor = handle.get_slice(name)
-                        self.shapes[name], self.dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+                        self.shapes[name] = tuple(tensor.get_shape())
+                        self.dtypes[name] = _DTYPES.get(tensor.get_dtype(), torch.uint8)
                         self._home[name] = file
             except (SafetensorError, OSError) as error:
                 raise DrafterError(
                     f"{file} is truncated or damaged ({error}): download or save the checkpoint again"
                 ) from None
 
-    def load(self, names: set[str]) -> dict[str, Tensor]:
-        """Tensors by name; int8 matrices are widened by their row scales."""
-        tensors: dict[str, Tensor] = {}
-        for file in self.files:
-            with safe_open(file, "pt") as handle:
-                for name in names:
-                    if self._home.get(name) != file:
-                        continue
-                    tensor = handle.get_tensor(name)
-                    if name + _SCALE in self.shapes:
-                        tensor = tensor.to(torch.float32) * handle.get_tensor(name + _SCALE).unsqueeze(1)
-                    tensors[name] = tensor
-        return tensors
+        for name in list(self.shapes):
+            format = formats.stored_as(name, self.dtypes)
+            if format is formats.DENSE or name not in self.shapes:
+                continue
+            self.formats[name] = format
+            shapes = {suffix: self.shapes.pop(name + suffix) for suffix in format.suffixes}
+            self.shapes[name] = format.shape(shapes)
 
-    def load_int8(self, names: set[str]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Values [N, K] int8 and row scales [N] float32 of those matrices that are stored so."""
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+    def load(self, names: set[str]) -> dict[str, Tensor | StoredWeight]:
+        """Those of the tensors that are there, matrices in a format of their own as it stores them."""
+        wanted = {name + suffix for name in names for suffix in self._suffixes(name)}
+        read: dict[str, Tensor] = {}
         for file in self.files:
             with safe_open(file, "pt") as handle:
-                for name in names:
-                    if self._home.get(name) == file and name + _SCALE in self.shapes:
-                        found[name] = handle.get_tensor(name), handle.get_tensor(name + _SCALE)
-        return found
+                read |= {name: handle.get_tensor(name) for name in wanted if self._home.get(name) == file}
+        return {
+            name: StoredWeight(self.formats[name], {suffix: read[name + suffix] for suffix in self._suffixes(name)})
+            if name in self.formats
+            else read[name]
+            for name in names
+            if name in read
+        }
+
+    def _suffixes(self, name: str) -> tuple[str, ...]:
+        return self.formats[name].suffixes if name in self.formats else ("",)
 
 
 def _resolve(path_or_id: str | Path) -> Path:
@@ -265,11 +274,10 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_dtype(raw: dict[str, Any], headers: _Headers) -> torch.dtype:
-    """Dtype of the weights: the stored one, or what an int8 checkpoint is to be widened to."""
-    name = _DTYPES.get(headers.dtypes.get("fc.weight", ""), "float32")
-    if name == "int8":
-        name = str(raw.get("dtype", "float32")).removeprefix("torch.")
-    dtype = getattr(torch, name, None)
+    """Dtype of the weights: the stored one, or what a checkpoint in a format of its own is to be widened to."""
+    dtype: Any = headers.dtypes.get("fc.weight", torch.float32)
+    if "fc.weight" in headers.formats:
+        dtype = getattr(torch, str(raw.get("dtype", "float32")).removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
 
 
@@ -282,7 +290,7 @@ def _vocabulary(config: DSparkConfig, headers: _Headers, directory: Path) -> Ten
             f"{directory}: draft_vocab_size {config.draft_vocab_size} needs a tensor d2t of that length, "
             f"found {headers.shapes.get('d2t', 'none')}: download or save the checkpoint again"
         )
-    maps = headers.load(set(_VOCABULARY_MAPS))
+    maps = {name: t for name, t in headers.load(set(_VOCABULARY_MAPS)).items() if isinstance(t, Tensor)}
     vocabulary = torch.arange(config.draft_vocab_size, device="cpu") + maps["d2t"].to(torch.int64)
     inside = bool(((vocabulary >= 0) & (vocabulary < config.vocab_size)).all())
     if not inside or vocabulary.unique().numel() != config.draft_vocab_size:
@@ -311,7 +319,7 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensors(expected: dict[str, tuple[int, ...]], headers: _Headers, directory: Path) -> None:
-    ignored = {*_VOCABULARY_MAPS, *_TARGETS_OWN, *(f"{name}{_SCALE}" for name in expected)}
+    ignored = {*_VOCABULARY_MAPS, *_TARGETS_OWN}
     missing = sorted(set(expected) - set(headers.shapes))
     extra = sorted(set(headers.shapes) - set(expected) - ignored)
     wrong = [n for n in sorted(set(expected) & set(headers.shapes)) if headers.shapes[n] != expected[n]]
@@ -351,8 +359,8 @@ def _tensors_to_save(model: DSparkModel, layout: Layout) -> dict[str, Tensor]:
         else:
             tensors["lm_head.weight"] = model.lm_head.weight
     tensors = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
-    if config.weight_storage == "int8":
-        tensors = _as_int8(tensors)
+    if config.weight_storage != "native":
+        tensors = _quantized(tensors, formats.find(config.weight_storage))
     if model.vocabulary is not None:
         vocabulary = model.vocabulary.to("cpu")
         tensors["d2t"] = vocabulary - torch.arange(vocabulary.shape[0])
@@ -360,18 +368,15 @@ def _tensors_to_save(model: DSparkModel, layout: Layout) -> dict[str, Tensor]:
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
 
 
-def _as_int8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices as int8 with a float32 scale a row; vectors and norms as they are."""
-    packed: dict[str, Tensor] = {}
+def _quantized(tensors: dict[str, Tensor], format: WeightFormat) -> dict[str, Tensor]:
+    """Matrices as a format stores them; vectors and norms as they are."""
+    stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or "norm" in name:
-            packed[name] = tensor
-            continue
-        wide = tensor.to(torch.float32)
-        scale = (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        packed[name] = (wide / scale.unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
-        packed[name + _SCALE] = scale
-    return packed
+            stored[name] = tensor
+        else:
+            stored |= {name + suffix: part for suffix, part in format.quantize(tensor).tensors.items()}
+    return stored
 
 
 def _swap(fresh: Path, path: Path) -> None:

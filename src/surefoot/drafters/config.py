@@ -6,9 +6,10 @@ import math
 from itertools import pairwise
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from surefoot.drafters.heads import HeadType
+from surefoot.kernels import formats
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -102,11 +103,18 @@ class DSparkConfig(BaseModel):
         description="A block may run without its last slots where fewer tokens are wanted. Attention inside a block is "
         "bidirectional, so that this is a claim about the weights: true for those trained here, which lose nothing by it.",
     )
-    weight_storage: Literal["native", "int8"] = Field(
+    weight_storage: str = Field(
         "native",
-        description="int8: every matrix is stored as int8 with one float32 scale a row, `<name>_scale` (symmetric, "
-        "largest magnitude 127), and widened to the file's dtype when loaded.",
+        description="Format of the stored matrices, `kernels/formats.py`. int8: values with one float32 scale a row, "
+        "`<name>_scale` (symmetric, largest magnitude 127), served as they are and widened where that cannot be.",
     )
+
+    @field_validator("weight_storage")
+    @classmethod
+    def _known_storage(cls, name: str) -> str:
+        if name not in ("native", *formats.names()):
+            raise ValueError(f"allowed are {', '.join(('native', *formats.names()))}")
+        return name
 
     @model_validator(mode="before")
     @classmethod

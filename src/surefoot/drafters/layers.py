@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,8 @@ from surefoot.drafters.config import DSparkConfig
 from surefoot.errors import DrafterError
 from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm
 from surefoot.kernels.elementwise import rotary as rotate_rows
-from surefoot.kernels.linear import PackedLinear
+from surefoot.kernels.formats import StoredWeight
+from surefoot.kernels.linear import PackedLinear, joined_bias
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [..., rotary_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, block's q, k, v [..., H, D]) -> [..., Hq, D]
@@ -156,7 +157,7 @@ class DraftAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
-    def fuse(self, stored: set[nn.Module]) -> None:
+    def fuse(self, stored: Mapping[nn.Module, StoredWeight]) -> None:
         self.qkv_proj = packed_product([self.q_proj, *self.key_value_layers], stored)
         del self.q_proj, self.k_proj, self.v_proj
 
@@ -176,7 +177,7 @@ class GatedMLP(nn.Module):
             return self.down_proj(gated_activation(self.gate_up_proj(x), self.fused_activation))
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
-    def fuse(self, stored: set[nn.Module]) -> None:
+    def fuse(self, stored: Mapping[nn.Module, StoredWeight]) -> None:
         if self.fused_activation is not None:
             self.gate_up_proj = packed_product([self.gate_proj, self.up_proj], stored)
             del self.gate_proj, self.up_proj
@@ -217,11 +218,6 @@ class DraftLayer(nn.Module):
         return hidden if self.layer_scalar is None else hidden * self.layer_scalar
 
 
-def packed_product(layers: list[nn.Linear], int8: set[nn.Module]) -> PackedLinear:
-    """Layers of the same input as one packed product, as int8 where all of them are among `int8`. Nothing is taken away."""
-    biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-    return PackedLinear(
-        [layer.weight for layer in layers],
-        torch.cat([bias.float() for bias in biases]) if any(layer.bias is not None for layer in layers) else None,
-        quantize="int8" if int8.issuperset(layers) else None,
-    )
+def packed_product(layers: list[nn.Linear], stored: Mapping[nn.Module, StoredWeight]) -> PackedLinear:
+    """Layers of the same input as one packed product, from their stored weights where there are. Nothing is taken away."""
+    return PackedLinear([stored.get(layer, layer.weight) for layer in layers], joined_bias(layers))

@@ -17,6 +17,7 @@ from surefoot.drafters.heads import ConfidenceHead, MarkovHead
 from surefoot.drafters.layers import ACTIVATIONS, Attend, DraftLayer, RMSNorm, Rotary, Rotation, packed_product
 from surefoot.errors import DrafterError
 from surefoot.kernels import native
+from surefoot.kernels.formats import StoredWeight
 from surefoot.kernels.linear import PackedLinear
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ class DSparkModel(nn.Module):
         # In a tuple, so that the target does not become a submodule: its weights are not ours to move, save or train.
         self._target: tuple[Target, ...] = ()
         self._borrowed: set[str] = set()
-        self.int8: dict[str, tuple[Tensor, Tensor]] = {}  # matrices as stored: values [N, K] int8, scale [N] float32
+        self.stored: dict[
+            str, StoredWeight
+        ] = {}  # by name, matrices that the checkpoint holds in a format of their own
         self._columns: Tensor | None = None
         self.context_proj: PackedLinear | None = None  # key and value projections of all layers, once packed
 
@@ -121,14 +124,15 @@ class DSparkModel(nn.Module):
     def pack(self) -> bool:
         """Make every product a packed one for serving on the CPU, those of the same input one product.
 
-        Matrices that were stored as int8 are read as int8. Afterwards the model can be neither trained nor saved.
+        Matrices that were stored in a format of their own are served from the stored values. Afterwards the model can be
+        neither trained nor saved.
 
         Returns:
             Whether it was done: only on a CPU with native kernels.
         """
         if any(parameter.device.type != "cpu" for parameter in self.parameters()) or not native.available():
             return False
-        stored = self._restore_int8()
+        stored = self._unchanged()
         attentions = [layer.self_attn for layer in self.layers if layer.self_attn.qkv_proj is None]
         if all(type(part) is nn.Linear for each in attentions for part in each.key_value_layers) and attentions:
             self.context_proj = packed_product([part for each in attentions for part in each.key_value_layers], stored)
@@ -141,17 +145,16 @@ class DSparkModel(nn.Module):
                     setattr(parent, name, packed_product([child], stored))
         return True
 
-    def _restore_int8(self) -> set[nn.Module]:
-        """Give layers that were stored as int8, and not changed since, their exact weights (float32), and name them."""
-        stored: set[nn.Module] = set()
-        modules = dict(self.named_modules())
-        for name, (values, scale) in self.int8.items():
-            layer, exact = modules.get(name.removesuffix(".weight")), values * scale.unsqueeze(1)
-            if type(layer) is nn.Linear and torch.equal(layer.weight, exact.to(layer.weight.dtype)):
-                layer.weight = nn.Parameter(exact, requires_grad=False)
-                stored.add(layer)
-        self.int8 = {}
-        return stored
+    def _unchanged(self) -> dict[nn.Module, StoredWeight]:
+        """The stored weights of layers that were not changed since they were loaded; they are forgotten here."""
+        modules, stored = dict(self.named_modules()), self.stored
+        self.stored = {}
+        found: dict[nn.Module, StoredWeight] = {}
+        for name, weight in stored.items():
+            layer = modules.get(name.removesuffix(".weight"))
+            if type(layer) is nn.Linear and torch.equal(layer.weight, weight.dequantize().to(layer.weight.dtype)):
+                found[layer] = weight
+        return found
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint: the state without what belongs to the target."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,6 @@ from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.drafters.shipped import shipped_for
 from surefoot.engine.options import COMBINED_PREFIX, LOOKUP_NAMES, EngineOptions, check_drafter
 from surefoot.errors import ConfigurationError
-from surefoot.kernels.linear import Quantization
 from surefoot.speculation.sources import SourceChoice
 from surefoot.targets.loading import load_target
 from surefoot.targets.optimise import optimise
@@ -57,7 +56,7 @@ def load(model: str | Path | Target, options: EngineOptions) -> Loaded:
             device=str(options.torch_device),
             trust_remote_code=options.trust_remote_code,
         )
-        applied = optimise(target.model, quantize=cast("Quantization | None", options.quantize))
+        applied = optimise(target.model, quantize=options.quantize)
         if options.quantize is not None and not applied:
             raise ConfigurationError(
                 f"quantize {options.quantize!r} needs a CPU target and the native kernels: leave it out here"

@@ -17,6 +17,7 @@ from surefoot.drafters.base import Drafter
 from surefoot.engine.graphs import GraphMode
 from surefoot.engine.policy import PlannerName
 from surefoot.errors import ConfigurationError, DrafterError
+from surefoot.kernels import formats
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.planner import ForcedWidths
 from surefoot.validation import LARGEST_INT32, LARGEST_INT64, choice, flag, integer, number, shown
@@ -159,7 +160,7 @@ class EngineOptions:
             choice(
                 "quantize",
                 self.quantize,
-                ("int8",),
+                formats.names(),
                 ConfigurationError,
                 remedy="leave it out for the weights as they are",
             )

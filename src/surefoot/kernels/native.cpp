@@ -60,6 +60,15 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
   const int32_t* table = block_table.const_data_ptr<int32_t>();
   const int64_t *slots = row_slot.const_data_ptr<int64_t>(), *lens = kv_lens.const_data_ptr<int64_t>();
   const auto low = [&](int64_t row) { return window ? std::max<int64_t>(0, lens[row] - *window) : 0; };
+  TORCH_CHECK(block_table.dim() == 2 && block_size > 0 && (!window || *window > 0),
+              "block_table is [S, blocks], block_size and window are positive, got ", block_table.sizes(), ", ", block_size);
+  const int64_t states = block_table.size(0), per_state = block_table.size(1);
+  const int64_t blocks = std::min(key_cache.size(0), value_cache.size(0)) / block_size;  // in the caches
+  for (int64_t row = 0; row < rows; ++row)
+    TORCH_CHECK(lens[row] == 0 || (0 <= slots[row] && slots[row] < states && 0 < lens[row] &&
+                                   lens[row] <= per_state * block_size),
+                "row ", row, " sees ", lens[row], " positions of slot ", slots[row], "; there are ", states, " slots of ",
+                per_state * block_size);
 
   // Neighbouring rows of a state slot share the loading of keys and values; results do not depend on the grouping.
   std::vector<Item> items;
@@ -71,6 +80,10 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
       if (lens[last] == 0 || lens[first] == 0) break;
       begin = std::min(begin, low(last));
       end = std::max(end, lens[last]);
+    }
+    for (int64_t b = begin / block_size; b * block_size < end; ++b) {
+      const int32_t block = table[slots[first] * per_state + b];
+      TORCH_CHECK(0 <= block && block < blocks, "slot ", slots[first], " has block ", block, " of ", blocks);
     }
     for (int64_t at = begin / SPAN * SPAN; at < end; at += SPAN)
       for (int64_t head = 0; head < kv_heads; ++head)
@@ -87,12 +100,12 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
   };
   int64_t queries = 0;  // query heads of the largest item
   for (const Item& item : items) queries = std::max(queries, (item.last - item.first) * shared);
-  const int threads = team((int64_t)items.size(), std::numeric_limits<int64_t>::max());
+  Team team((int64_t)items.size(), std::numeric_limits<int64_t>::max());
 
   with_dtype(query, [&](auto* q) {
     using T = std::remove_pointer_t<decltype(q)>;
     const T *keys = (const T*)key_cache.const_data_ptr(), *values = (const T*)value_cache.const_data_ptr();
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team.size())
     {
       // Kept from call to call and never cleared: what is read was written for the same item, but for columns nobody looks at.
       static thread_local std::vector<float> memory;
@@ -102,7 +115,7 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
       float *const key_tile = widened + queries * dim, *const value_tile = key_tile + dim * TILE;
       float *const weight = value_tile + TILE * width, *const acc = weight + queries * TILE;
       float *const peak = acc + queries * width, *const total = peak + queries;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
       for (size_t which = 0; which < items.size(); ++which) {
         const Item item = items[which];
         const int64_t count = (item.last - item.first) * shared;  // query heads of this item, ordered (row, head)
@@ -213,6 +226,8 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
           std::memcpy(p + 2, &acc[i * width], width * sizeof(float));
         }
       }
+      team.done();
+#pragma omp barrier
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < rows * heads; ++i) {
         const int64_t row = i / heads, head = i % heads;

@@ -1,4 +1,5 @@
-// Thin matrix products y = x W^T over weights packed once: the reading of the weights is what they cost.
+// The formats of weights that this library reads, and the operations on them. y = x W^T is thin: reading the weights is what it
+// costs.
 //
 // A packed weight is laid out for one way of computing and carries that in its shape:
 //   panels  [panels, K, PANEL]           bfloat16, float32 or int8; widened to float vectors, fused multiply-adds
@@ -6,24 +7,11 @@
 //   tiles   [panels, K / 32, 2, 16, 32]  bfloat16 or int8; AMX: a panel of 32 outputs is two tiles of 16 pairs x 16 outputs
 // (bfloat16 is held as int16; missing inputs and outputs are zeros.)
 //
-// Every output is summed in an order fixed by the number of inputs alone. See the rule in vectors.hpp.
+// Every output is summed in an order fixed by the number of inputs alone. See the rule in vectors.hpp. Another format is one
+// struct and one operator that makes its `Product`, in this library or in one of its own (tests/kernels/nibbles.cpp).
 
+#include "panels.hpp"
 #include "tiles.hpp"
-
-#include <ATen/ops/from_blob.h>
-
-#include <functional>
-#include <memory>
-#include <mutex>
-
-#ifdef __linux__
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
-
-#ifndef SUREFOOT_NAMESPACE
-#define SUREFOOT_NAMESPACE surefoot
-#endif
 
 namespace {
 
@@ -121,120 +109,6 @@ struct WidenedTiles : FloatWeights {
   }
 };
 #endif
-
-constexpr int64_t K_CHUNK = 128;   // inputs of a panel handled for all rows before moving on: stays in the L1 cache
-constexpr int64_t ROW_BLOCK = 48;  // rows per reading of the weights: far more arithmetic than the reading hides
-constexpr int FEW_ROWS = 2;  // up to so many leave room in the registers for a second panel, and need its chains
-
-// x [rows, inputs] of either dtype, and where finished sums go: emit(thread, row, first output, sums, how many). Neither is a
-// template parameter of the products, which would be compiled four times otherwise.
-struct Rows {
-  const void* data;
-  bool half;
-  int64_t count, inputs;
-  const BFloat16* halves(int64_t row) const { return (const BFloat16*)data + row * inputs; }
-  void copy(int64_t row, float* to) const {  // up to a whole vector
-    const auto widened = [&](auto* from) {
-      for (int64_t k = 0; k < inputs; k += LANES) store(to + k, read(from + k, inputs - k));
-    };
-    half ? widened(halves(row)) : widened((const float*)data + row * inputs);
-  }
-  void copy(int64_t row, uint32_t* to) const {  // pairs
-    to[inputs / 2] = 0;
-    std::memcpy(to, halves(row), inputs * sizeof(BFloat16));
-  }
-};
-using Emit = std::function<void(int, int64_t, int64_t, const float*, int)>;
-
-// acc[p][r][0..PANEL) += sum over k in [first, last) of x[k][r] * panel[p][k][0..PANEL), k strictly ascending for every output.
-// FETCH: on the way, as many bytes are fetched into the cache from ahead[p] on, every line once. (Fetching a line again costs as
-// much as a load, and turns by single inputs are limited by what is not arithmetic.)
-template <int R, int P, bool FETCH, class W>
-inline void multiply_panels(const W* panel, const typename W::Input* x, float* acc, int64_t acc_stride, int64_t first,
-                            int64_t last, const char* const* ahead) {
-  constexpr int64_t STEP = 4, LINE = 64;
-  V a[P][R][2];
-  UNROLL for (int p = 0; p < P; ++p)
-    UNROLL for (int r = 0; r < R; ++r)
-      UNROLL for (int h = 0; h < 2; ++h) a[p][r][h] = load<V>(acc + p * acc_stride + r * PANEL + h * LANES);
-  const typename W::Input* spread = x + first * R;
-  const auto add_input = [&](int64_t k) __attribute__((always_inline)) {
-    UNROLL for (int p = 0; p < P; ++p) {
-      typename W::Vector lo, hi;
-      panel[p].get(k, lo, hi);
-      UNROLL for (int r = 0; r < R; ++r) {
-        const auto b = W::spread(spread[r]);
-        a[p][r][0] = W::add(b, lo, a[p][r][0]);
-        a[p][r][1] = W::add(b, hi, a[p][r][1]);
-      }
-    }
-    spread += R;
-  };
-  int64_t k = first;
-  for (int64_t fetched = 0; k + STEP <= last; k += STEP, fetched += STEP * W::BYTES) {
-    if constexpr (FETCH)
-      UNROLL for (int p = 0; p < P; ++p)
-        UNROLL for (int64_t i = 0; i < STEP * W::BYTES; i += LINE) __builtin_prefetch(ahead[p] + fetched + i);
-    UNROLL for (int64_t i = 0; i < STEP; ++i) add_input(k + i);
-  }
-  for (; k < last; ++k) add_input(k);
-  UNROLL for (int p = 0; p < P; ++p)
-    UNROLL for (int r = 0; r < R; ++r)
-      UNROLL for (int h = 0; h < 2; ++h) store(acc + p * acc_stride + r * PANEL + h * LANES, a[p][r][h]);
-}
-
-// Computes x W^T panel by panel, two at a time.
-template <class W>
-void product(const Rows& x, const typename W::Element* w, int64_t panels, const Emit& emit) {
-  const int64_t rows = x.count, inputs = x.inputs;
-  using Input = typename W::Input;
-  constexpr int64_t per = std::is_same_v<Input, float> ? 1 : 2;  // elements of x in one input of W
-  const int64_t depth = (inputs + per - 1) / per, padded = (depth + LANES - 1) / LANES * LANES;
-  std::vector<Input> filled(std::min(rows, ROW_BLOCK) * padded);  // group by group, [k][rows of the group]
-  for (int64_t block = 0; block < rows; block += ROW_BLOCK) {
-    const int64_t here = std::min(ROW_BLOCK, rows - block), groups = (here + MAX_ROWS - 1) / MAX_ROWS;
-    const auto start = [&](int64_t group) { return here * group / groups; };  // evenly sized
-    split(groups, here * inputs / 8, [&](int64_t first_group, int64_t last_group) {
-      std::vector<Input> row(padded + LANES);  // `copy` may write one more
-      for (int64_t g = first_group; g < last_group; ++g)
-        for (int64_t r = start(g), size = start(g + 1) - r, i = 0; i < size; ++i) {
-          x.copy(block + r + i, row.data());
-          Input* const to = &filled[r * padded + i];
-          for (int64_t k = 0; k < depth; ++k) to[k * size] = row[k];
-        }
-    });
-    const int64_t together = here <= FEW_ROWS ? 2 : 1;
-    share(panels, here * inputs * panels, [&](int64_t first_panel, int64_t last_panel) {
-      float acc[ROW_BLOCK * PANEL];
-      for (int64_t panel = first_panel; panel < last_panel; panel += together) {
-        const int64_t count = std::min(together, last_panel - panel), stride = here * PANEL;
-        const W weights[2] = {W(w, depth, panel), W(w, depth, panel + count - 1)};
-        std::memset(acc, 0, count * stride * sizeof(float));
-        for (int64_t k = 0; k < depth; k += K_CHUNK) {
-          const int64_t end = std::min(depth, k + K_CHUNK);
-          const char* ahead = (const char*)w + (panel * depth + k + K_CHUNK) * W::BYTES;
-          const char* both[2] = {ahead, ahead + depth * W::BYTES};
-          for (int64_t g = 0; g < groups; ++g) {  // the first fetches the next chunk
-            const int64_t first = start(g), size = start(g + 1) - first;
-            const Input* from = &filled[first * padded];
-            float* const to = acc + first * PANEL;
-            if (count == 2)
-              size == 1 ? multiply_panels<1, 2, true>(weights, from, to, stride, k, end, both)
-                        : multiply_panels<2, 2, true>(weights, from, to, stride, k, end, both);
-            else
-              with_rows((int)size, [&](auto r) {
-                g == 0 ? multiply_panels<decltype(r)::value, 1, true>(weights, from, to, stride, k, end, both)
-                       : multiply_panels<decltype(r)::value, 1, false>(weights, from, to, stride, k, end, both);
-              });
-          }
-        }
-        for (int64_t p = 0; p < count; ++p)
-          for (int64_t r = 0; r < here; ++r)
-            emit(omp_get_thread_num(), block + r, (panel + p) * PANEL, acc + p * stride + r * PANEL, PANEL);
-      }
-    });
-  }
-}
 
 // ------------------------------------------------------------------------------------------------ tiles
 
@@ -347,75 +221,6 @@ void tiled_product(const Rows& x, const E* w, int64_t panels, const Emit& emit) 
 
 // ------------------------------------------------------------------------------------------------ packing
 
-// Packs the rows of all weights, one after the other, panel by panel and 32 inputs at a time through a block that stays in the
-// cache. `place(output, input)` says where in the block of 32 inputs an element goes; `pad` is what the number of inputs is
-// rounded up to.
-template <int64_t OUTPUTS, class E, class Place>
-void interleave(const std::vector<Tensor>& weights, E* to, int64_t panels, int64_t inputs, int64_t pad, Place place) {
-  const int64_t padded = (inputs + pad - 1) / pad * pad;
-  split(panels, panels * OUTPUTS * inputs, [&](int64_t first, int64_t last) {  // first touch by the thread that will read
-    size_t which = 0;
-    int64_t before = 0;  // outputs of the weights in front of `which`
-    for (int64_t panel = first; panel < last; ++panel) {
-      const E* from[OUTPUTS];
-      for (int64_t j = 0; j < OUTPUTS; ++j) {
-        const int64_t n = panel * OUTPUTS + j;
-        while (which < weights.size() && n - before >= weights[which].size(0)) before += weights[which++].size(0);
-        from[j] = which < weights.size() ? (const E*)weights[which].const_data_ptr() + (n - before) * inputs : nullptr;
-      }
-      alignas(64) E block[OUTPUTS * 32];
-      for (int64_t k = 0; k < padded; k += 32) {
-        const int64_t count = std::min<int64_t>(32, inputs - k);
-        if (count < 32 || !from[OUTPUTS - 1]) std::memset(block, 0, sizeof block);
-        for (int64_t j = 0; j < OUTPUTS; ++j) {
-          if (!from[j]) continue;
-          if (count == 32)
-            UNROLL for (int64_t i = 0; i < 32; ++i) block[place(j, i)] = from[j][k + i];
-          else
-            for (int64_t i = 0; i < count; ++i) block[place(j, i)] = from[j][k + i];
-        }
-        std::memcpy(to + (panel * padded + k) * OUTPUTS, block, std::min<int64_t>(32, padded - k) * OUTPUTS * sizeof(E));
-      }
-    }
-  });
-}
-
-#ifdef __linux__
-// Memory of packed weights: one tensor behind the other in mappings that begin on a huge page. A layer's weights are a few
-// megabytes, and where each lies on its own, or in memory that was used before, much of it ends up on small pages, whose
-// addresses are looked up all the time.
-struct Mapping {
-  static constexpr size_t HUGE_PAGE = 2 << 20, SIZE = 256 << 20;
-  char *all, *begin;
-  size_t reserved, size, used = 0;
-  explicit Mapping(size_t bytes) : reserved(std::max(bytes, SIZE) + HUGE_PAGE), size(reserved - HUGE_PAGE) {
-    all = (char*)mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    TORCH_CHECK(all != MAP_FAILED, "no memory for ", bytes, " bytes of weights");
-    begin = (char*)(((uintptr_t)all + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
-    madvise(begin, size, MADV_HUGEPAGE);  // a wish
-  }
-  ~Mapping() { munmap(all, reserved); }
-};
-
-Tensor lasting(const std::vector<int64_t>& shape, const at::TensorOptions& options) {
-  static std::mutex alone;
-  static std::weak_ptr<Mapping> latest;  // lives as long as its tensors
-  size_t bytes = options.dtype().itemsize();
-  for (const int64_t extent : shape) bytes *= extent;
-  const size_t page = sysconf(_SC_PAGESIZE);  // what is given back are whole pages: nobody may share one
-  bytes = (bytes + page - 1) / page * page;
-  const std::lock_guard<std::mutex> guard(alone);
-  std::shared_ptr<Mapping> mapping = latest.lock();
-  if (!mapping || mapping->size - mapping->used < bytes) latest = mapping = std::make_shared<Mapping>(bytes);
-  char* const here = mapping->begin + mapping->used;
-  mapping->used += bytes;
-  const auto give_back = [mapping, bytes](void* data) { madvise(data, bytes, MADV_DONTNEED); };
-  return at::from_blob(here, shape, give_back, options);
-}
-#else
-Tensor lasting(const std::vector<int64_t>& shape, const at::TensorOptions& options) { return at::empty(shape, options); }
-#endif
-
 // Weights [N_i, K] of one dtype (bfloat16, float32, int8), one after the other along N, in the layout "panels", "pairs" or
 // "tiles". Float weights are always laid out in panels, int8 weights never in pairs.
 Tensor pack(std::vector<Tensor> weights, const std::string& layout) {
@@ -461,107 +266,73 @@ Tensor pack(std::vector<Tensor> weights, const std::string& layout) {
 
 // ------------------------------------------------------------------------------------------------ operations
 
-// Runs the product that the layout and the dtypes call for.
-void run(const Rows& x, const Tensor& packed, int64_t outputs, const Emit& emit) {
+#if SUREFOOT_TILES
+// Two ways to read the same bytes: `Half` for rows of bfloat16, `Wide` for rows of float32.
+template <class Half, class Wide>
+class PairProduct : public Product {
+ public:
+  PairProduct(const Tensor& packed, int64_t inputs, int64_t outputs, const optional<Tensor>& scale, const optional<Tensor>& bias)
+      : Product(inputs, outputs, scale, bias), packed_(packed) {}
+
+ protected:
+  void multiply(const Rows& x, const Emit& emit) const override {
+    const auto* w = (const typename Wide::Element*)packed_.const_data_ptr();
+    const int64_t panels = (outputs + PANEL - 1) / PANEL;
+    if (!x.half) return product<Wide>(x, w, panels, emit);
+    if constexpr (std::is_same_v<Half, void>)
+      tiled_product(x, w, packed_.size(0), emit);
+    else
+      product<Half>(x, w, panels, emit);
+  }
+
+ private:
+  Tensor packed_;
+};
+#endif
+
+using Handle = c10::intrusive_ptr<Product>;
+
+// The product that the layout and the dtype of a packed weight call for.
+Handle product_of(const Tensor& packed, int64_t inputs, int64_t outputs, const optional<Tensor>& scale,
+                  const optional<Tensor>& bias) {
   const auto type = packed.scalar_type();
-  const int64_t dims = packed.dim(), panels = (outputs + PANEL - 1) / PANEL;
-  const auto has = [&](int64_t count, int64_t depth) { return packed.size(0) == count && packed.size(1) == depth; };
-  const auto *halves = (const uint16_t*)packed.const_data_ptr();
-  const auto *bytes = (const int8_t*)packed.const_data_ptr();
-  if (dims == 3 && packed.size(2) == PANEL && has(panels, x.inputs)) {
-    if (type == at::kShort) return product<Bf16Panel>(x, halves, panels, emit);
-    if (type == at::kFloat) return product<F32Panel>(x, (const float*)halves, panels, emit);
-    if (type == at::kChar) return product<Int8Panel>(x, bytes, panels, emit);
+  const int64_t dims = packed.dim();
+  const auto has = [&](int64_t width, int64_t depth) {
+    return packed.size(0) == (outputs + width - 1) / width && packed.size(1) == depth;
+  };
+  TORCH_CHECK(packed.is_contiguous(), "packed weights are contiguous");
+  using namespace SUREFOOT_NAMESPACE;
+  if (dims == 3 && packed.size(2) == PANEL && has(PANEL, inputs)) {
+    if (type == at::kShort) return c10::make_intrusive<PanelProduct<Bf16Panel>>(packed, inputs, outputs, scale, bias);
+    if (type == at::kFloat) return c10::make_intrusive<PanelProduct<F32Panel>>(packed, inputs, outputs, scale, bias);
+    if (type == at::kChar) return c10::make_intrusive<PanelProduct<Int8Panel>>(packed, inputs, outputs, scale, bias);
   }
 #if SUREFOOT_TILES
-  if (dims == 4 && packed.size(2) == PANEL && has(panels, (x.inputs + 1) / 2)) {
+  if (dims == 4 && type == at::kShort && packed.size(2) == PANEL && packed.size(3) == 2 && has(PANEL, (inputs + 1) / 2)) {
     static const std::string missing = dots_missing();
     TORCH_CHECK(missing.empty(), "weight was packed for AVX-512 BF16: ", missing);
-    return x.half ? product<PairPanel>(x, halves, panels, emit) : product<WidenedPairs>(x, halves, panels, emit);
+    return c10::make_intrusive<PairProduct<PairPanel, WidenedPairs>>(packed, inputs, outputs, scale, bias);
   }
-  if (dims == 5 && has((outputs + 31) / 32, (x.inputs + 31) / 32)) {
+  if (dims == 5 && packed.numel() == packed.size(0) * packed.size(1) * 2 * TILE && has(32, (inputs + 31) / 32)) {
     TORCH_CHECK(tiles_missing().empty(), "weight was packed for AMX: ", tiles_missing());
-    if (x.half)
-      return type == at::kChar ? tiled_product(x, bytes, packed.size(0), emit) : tiled_product(x, halves, packed.size(0), emit);
-    return type == at::kChar ? product<WidenedTiles<int8_t>>(x, bytes, panels, emit)
-                             : product<WidenedTiles<uint16_t>>(x, halves, panels, emit);
+    if (type == at::kChar)
+      return c10::make_intrusive<PairProduct<void, WidenedTiles<int8_t>>>(packed, inputs, outputs, scale, bias);
+    if (type == at::kShort)
+      return c10::make_intrusive<PairProduct<void, WidenedTiles<uint16_t>>>(packed, inputs, outputs, scale, bias);
   }
 #endif
-  TORCH_CHECK(false, "no product of these kernels reads a weight ", packed.sizes(), " of dtype ", type, " for x with ",
-              x.inputs, " features and ", outputs, " outputs");
+  TORCH_CHECK(false, "no product of these kernels reads a weight ", packed.sizes(), " of dtype ", type, " for ", inputs,
+              " features and ", outputs, " outputs");
 }
 
-// Scale and bias of the outputs n..n+PANEL applied to accumulators.
-struct Affine {
-  const float *scale, *bias;
-  V operator()(V v, int64_t n, int64_t count) const {
-    if (scale) v = v * read(scale + n, count);
-    if (bias) v = v + read(bias + n, count);
-    return v;
-  }
-};
-Affine affine(const optional<Tensor>& scale, const optional<Tensor>& bias, int64_t outputs) {
-  for (const auto* t : {&scale, &bias})
-    TORCH_CHECK(!t->has_value() || ((*t)->scalar_type() == at::kFloat && (*t)->numel() == outputs && (*t)->is_contiguous()),
-                "scale and bias are contiguous float32 [N]");
-  return {scale ? scale->const_data_ptr<float>() : nullptr, bias ? bias->const_data_ptr<float>() : nullptr};
-}
-
-Rows rows_of(const Tensor& x) {
-  const int64_t inputs = x.size(-1);
-  return {x.const_data_ptr(), x.scalar_type() == at::kBFloat16, inputs ? x.numel() / inputs : 0, inputs};
-}
-
-// y[..., N] = x[..., K] W^T * scale + bias, in x's dtype.
-Tensor linear(const Tensor& x_, const Tensor& packed, int64_t outputs, const optional<Tensor>& scale,
+// The same with the tensors at hand, for tracers, which see tensors only.
+Tensor linear(const Tensor& x, const Tensor& packed, int64_t outputs, const optional<Tensor>& scale,
               const optional<Tensor>& bias) {
-  const Tensor x = x_.contiguous();
-  const Rows rows = rows_of(x);
-  auto shape = x.sizes().vec();
-  shape.back() = outputs;
-  Tensor y = at::empty(shape, x.options());
-  const Affine finish = affine(scale, bias, outputs);
-  with_dtype(y, [&](auto* to) {
-    run(rows, packed, outputs, [&](int, int64_t row, int64_t n, const float* acc, int width) {
-      for (int i = 0; i < width && n < outputs; i += LANES, n += LANES)
-        write(to + row * outputs + n, finish(load<V>(acc + i), n, outputs - n), outputs - n);
-    });
-  });
-  return y;
+  return product_of(packed, x.size(-1), outputs, scale, bias)->linear(x);
 }
-
-// Index and value of the largest output of each row, without writing the outputs; ties go to the smallest index. Values are
-// rounded to x's dtype first, so that the choice equals argmax(linear(x)).
-std::tuple<Tensor, Tensor> linear_argmax(const Tensor& x_, const Tensor& packed, int64_t outputs,
-                                         const optional<Tensor>& scale, const optional<Tensor>& bias) {
-  const Tensor x = x_.contiguous();
-  TORCH_CHECK(x.dim() == 2, "x is [M, K], got ", x.sizes());
-  const Rows given = rows_of(x);
-  const int64_t rows = given.count, threads = at::get_num_threads();
-  Tensor index = at::empty({rows}, x.options().dtype(at::kLong)), value = at::empty({rows}, x.options().dtype(at::kFloat));
-  const Affine finish = affine(scale, bias, outputs);
-  using Best = std::pair<float, int64_t>;
-  const auto better = [](const Best& a, const Best& b) { return a.first > b.first || (a.first == b.first && a.second < b.second); };
-  std::vector<Best> best(threads * rows, Best(-std::numeric_limits<float>::infinity(), outputs));
-  with_dtype(x, [&](auto* from) {
-    run(given, packed, outputs, [&](int thread, int64_t row, int64_t n, const float* acc, int width) {
-      Best& b = best[thread * rows + row];
-      for (int i = 0; i < width && n < outputs; i += LANES, n += LANES) {
-        const V v = rounded(from, finish(load<V>(acc + i), n, outputs - n));
-        const int64_t count = std::min<int64_t>(LANES, outputs - n);
-        for (int64_t j = 0; j < count; ++j)
-          if (v[j] >= b.first && better(Best(v[j], n + j), b)) b = Best(v[j], n + j);
-      }
-    });
-  });
-  for (int64_t r = 0; r < rows; ++r) {
-    Best b = best[r];
-    for (int64_t t = 1; t < threads; ++t)
-      if (better(best[t * rows + r], b)) b = best[t * rows + r];
-    index.mutable_data_ptr<int64_t>()[r] = b.second < outputs ? b.second : 0;
-    value.mutable_data_ptr<float>()[r] = b.first;
-  }
-  return {index, value};
+std::tuple<Tensor, Tensor> linear_argmax(const Tensor& x, const Tensor& packed, int64_t outputs, const optional<Tensor>& scale,
+                                         const optional<Tensor>& bias) {
+  return product_of(packed, x.size(-1), outputs, scale, bias)->argmax(x);
 }
 
 // Reads every byte once (of whole kilobytes), as the products do: the speed that theirs is judged by. Returns the disjunction
@@ -592,19 +363,53 @@ std::string layout_missing(const std::string& layout) {
   return layout == "tiles" ? tiles_missing() : layout == "pairs" ? dots_missing() : "";
 }
 
+// Whether the number of threads follows the competition for the cores (`Competition`); returns whether it did. For comparisons.
+bool adapt_threads(bool adapt) { return SUREFOOT_NAMESPACE::adaptive.exchange(adapt); }
+
+// How often the calling thread has gone on alone since the start.
+int64_t thread_pauses() { return SUREFOOT_NAMESPACE::competition.pauses(); }
+
+// What `Competition` does about pieces of work [N, 3] int64 (when it begins, how long it takes and how long its first thread
+// waits, in nanoseconds): whether all threads take part in each, [N] bool.
+Tensor simulate_competition(int64_t threads, const Tensor& work_) {
+  const Tensor work = work_.contiguous();
+  TORCH_CHECK(work.scalar_type() == at::kLong && work.dim() == 2 && work.size(1) == 3, "work is int64 [N, 3]");
+  Tensor together = at::empty({work.size(0)}, at::kBool);
+  SUREFOOT_NAMESPACE::Competition competition;
+  for (int64_t i = 0; i < work.size(0); ++i) {
+    const int64_t* piece = work.const_data_ptr<int64_t>() + i * 3;
+    const bool all = together.mutable_data_ptr<bool>()[i] = competition.together(piece[0]);
+    if (all) competition.account((int)threads, piece[0] + piece[1], piece[1], piece[2]);
+  }
+  return together;
+}
+
 }  // namespace
 
+#define SUREFOOT_STRING_(x) #x
+#define SUREFOOT_STRING(x) SUREFOOT_STRING_(x)
+#define SUREFOOT_PRODUCT "__torch__.torch.classes." SUREFOOT_STRING(SUREFOOT_NAMESPACE) ".Product"
+
 TORCH_LIBRARY_FRAGMENT(SUREFOOT_NAMESPACE, m) {
+  m.class_<Product>("Product")
+      .def("linear", [](const Handle& self, const Tensor& x) { return self->linear(x); })
+      .def("argmax", [](const Handle& self, const Tensor& x) { return self->argmax(x); });
   m.def("pack(Tensor[] weights, str layout) -> Tensor");
+  m.def("product(Tensor packed, int inputs, int outputs, Tensor? scale, Tensor? bias) -> " SUREFOOT_PRODUCT);
   m.def("linear(Tensor x, Tensor packed, int outputs, Tensor? scale, Tensor? bias) -> Tensor");
   m.def("linear_argmax(Tensor x, Tensor packed, int outputs, Tensor? scale, Tensor? bias) -> (Tensor, Tensor)");
   m.def("stream(Tensor data) -> int");
   m.def("layout_missing(str layout) -> str", &layout_missing);
+  m.def("adapt_threads(bool adapt) -> bool", &adapt_threads);
+  m.def("thread_pauses() -> int", &thread_pauses);
+  m.def("simulate_competition(int threads, Tensor work) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(SUREFOOT_NAMESPACE, CPU, m) {
   m.impl("pack", &pack);
+  m.impl("product", &product_of);
   m.impl("linear", &linear);
   m.impl("linear_argmax", &linear_argmax);
   m.impl("stream", &stream);
+  m.impl("simulate_competition", &simulate_competition);
 }

@@ -6,7 +6,7 @@
 // Python and torch at every position, and passes over the logits.
 
 #include "dispatch.hpp"
-#include "threads.hpp"
+#include "product.hpp"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/div.h>
@@ -24,10 +24,6 @@
 #include <utility>
 #include <vector>
 
-using at::Tensor;
-using c10::BFloat16;
-using c10::optional;
-
 namespace {
 
 constexpr int WIDE = 16;  // entries handled at once; the compiler makes vectors of them
@@ -36,9 +32,9 @@ constexpr float NONE = -std::numeric_limits<float>::infinity();
 // f(row) for every row, on as many threads as torch uses; small work stays on the calling thread.
 template <class F>
 void each_row(int64_t rows, int64_t work, F f) {
-  const int threads = team(rows, work);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < rows; ++row) f(row);
+  split(rows, work, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) f(row);
+  });
 }
 
 inline float greater(float a, float b) { return a > b ? a : b; }
@@ -103,7 +99,7 @@ class Copier {
 
 // Draws a block of G tokens for R requests.
 //   base [R, G, V]: logits before the correction. anchors [R]: target ids in front of the block.
-//   table [V_target, r], packed: the sequential head's W1, and W2 as pack() made it with its scale; or neither.
+//   table [V_target, r], product: the sequential head's W1, and its W2; or neither.
 //   vocabulary [V]: target id of every draft id, or none for the identity.
 //   temperature [R], uniforms [R, G]: for draws; without them the largest logit is taken. sharpness [G]: position k draws at
 //   temperature / sharpness[k].
@@ -112,26 +108,25 @@ class Copier {
 // Returns draft ids [R, G], the largest probabilities [R, G] of the corrected logits at temperature 1, and the distributions
 // [R, G, V] that were drawn from ([0] without draws).
 std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor& anchors, const optional<Tensor>& table_,
-                                               const optional<Tensor>& packed, const optional<Tensor>& scale,
+                                               const optional<c10::intrusive_ptr<Product>>& product_,
                                                const optional<Tensor>& vocabulary_, const optional<Tensor>& temperature,
                                                const optional<Tensor>& uniforms, const optional<Tensor>& top_k,
                                                const optional<Tensor>& top_p, const optional<Tensor>& min_p,
                                                const optional<Tensor>& sharpness, const optional<Tensor>& history,
                                                const optional<Tensor>& slots_, const optional<Tensor>& lengths_,
                                                const optional<Tensor>& shares_, const optional<Tensor>& columns_) {
-  static const auto linear = operation<Tensor(const Tensor&, const Tensor&, int64_t, const optional<Tensor>&,
-                                              const optional<Tensor>&)>("surefoot::linear");
   static const auto softmax = operation<Tensor(const Tensor&, const Tensor&)>("surefoot::softmax_rows");
   static const auto filter = operation<void(Tensor&, const optional<Tensor>&, const optional<Tensor>&,
                                             const optional<Tensor>&)>("surefoot::filter_rows_");
   static const auto sample = operation<Tensor(const Tensor&, const Tensor&)>("surefoot::sample_rows");
   TORCH_CHECK(base_.dim() == 3 && anchors.numel() == base_.size(0) && anchors.scalar_type() == at::kLong,
               "base is [R, G, V], anchors int64 [R]");
-  TORCH_CHECK(table_.has_value() == packed.has_value() && temperature.has_value() == uniforms.has_value(),
+  TORCH_CHECK(table_.has_value() == product_.has_value() && temperature.has_value() == uniforms.has_value(),
               "the sequential head's two tables, and temperature and uniforms, come together");
   const Tensor base = base_.contiguous(), table = table_ ? table_->contiguous() : Tensor();
   const Tensor vocabulary = vocabulary_ ? vocabulary_->contiguous() : Tensor();
   const int64_t rows = base.size(0), length = base.size(1), size = base.size(2);
+  TORCH_CHECK(!product_ || ((*product_)->outputs == size && table.dim() == 2), "the sequential head corrects ", size, " logits");
   TORCH_CHECK(!vocabulary_ || (vocabulary.numel() == size && vocabulary.scalar_type() == at::kLong),
               "vocabulary is int64 [", size, "]");
   TORCH_CHECK(!sharpness || sharpness->numel() >= length, "sharpness is [", length, "]");
@@ -171,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
         TORCH_CHECK(before[r] >= 0 && before[r] < table.size(0), "token ", before[r], " is outside the table");
         std::memcpy((char*)latent.mutable_data_ptr() + r * bytes, (const char*)table.const_data_ptr() + before[r] * bytes, bytes);
       }
-      bias = linear.call(latent, *packed, size, scale, optional<Tensor>());
+      bias = (*product_)->linear(latent);
     }
     int64_t* id = ids.mutable_data_ptr<int64_t>();
     float* to = logits.mutable_data_ptr<float>();
@@ -210,7 +205,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
       ids.select(1, k).copy_(sample.call(q, uniforms->select(1, k)));
     }
     for (int64_t r = 0; r < rows; ++r) {
-      before[r] = vocabulary_ ? vocabulary.const_data_ptr<int64_t>()[id[r * length + k]] : id[r * length + k];
+      const int64_t drawn = std::max<int64_t>(0, id[r * length + k]);  // -1: nothing to draw from; the caller sees it in `ids`
+      before[r] = vocabulary_ ? vocabulary.const_data_ptr<int64_t>()[drawn] : drawn;
       if (history) copiers[r].append(before[r]);
     }
   }
@@ -319,7 +315,8 @@ void filter_rows_(Tensor& probs, const optional<Tensor>& top_k_, const optional<
 
 TORCH_LIBRARY_FRAGMENT(surefoot, m) {
   m.def(
-      "draft_block(Tensor base, Tensor anchors, Tensor? table, Tensor? packed, Tensor? scale, Tensor? vocabulary, "
+      "draft_block(Tensor base, Tensor anchors, Tensor? table, "
+      "__torch__.torch.classes.surefoot.Product? product, Tensor? vocabulary, "
       "Tensor? temperature, Tensor? uniforms, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? sharpness, Tensor? history, "
       "Tensor? slots, Tensor? lengths, Tensor? shares, Tensor? columns) -> (Tensor, Tensor, Tensor)");
   m.def("filter_rows_(Tensor(a!) probs, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> ()");

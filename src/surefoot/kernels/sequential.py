@@ -46,11 +46,9 @@ def draft_block(
         largest: [R, G] float32, largest probability of the corrected logits at temperature 1.
         probs: [R, G, V] float32, the very distributions that were drawn from; None without `temperature`.
     """
-    table, packed, scale = None, None, None
-    if correction is not None:
-        table, packed, scale = correction[0], correction[1].weight, correction[1].scale
+    table, product = (None, None) if correction is None else (correction[0], correction[1].product)
     ids, largest, probs = torch.ops.surefoot.draft_block(
-        base, anchors, table, packed, scale, vocabulary, temperature, uniforms, top_k, top_p, min_p, sharpness,
+        base, anchors, table, product, vocabulary, temperature, uniforms, top_k, top_p, min_p, sharpness,
         *(copying or (None,) * 5),
     )  # fmt: skip
     return ids, largest, None if temperature is None else probs

@@ -1,4 +1,4 @@
-// What every kernel of surefoot is written with: vectors of floats, rows of either dtype, threads, and the block product.
+// What every kernel of surefoot is written with: vectors of floats, rows of either dtype, and the block product.
 //
 // One rule holds everywhere: a row's result is computed in an order that depends on that row alone (its length, its
 // position), never on how many rows there are, where the row stands, or how many threads run. Greedy decoding with and
@@ -12,11 +12,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/BFloat16.h>
-#include <omp.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -175,43 +173,6 @@ void with_dtype(const Tensor& t, F f) {
     f((float*)t.mutable_data_ptr());
   else
     TORCH_CHECK(false, "surefoot kernels take bfloat16 or float32, got ", t.scalar_type());
-}
-
-// f(begin, end) over [0, n) in contiguous parts, of which some may be empty.
-template <class F>
-void split(int64_t n, int64_t work, F f) {
-  const int threads = team(n, work);
-  if (threads == 1) return f((int64_t)0, n);
-#pragma omp parallel num_threads(threads)
-  {
-    int64_t t = omp_get_thread_num(), count = omp_get_num_threads();
-    f(n * t / count, n * (t + 1) / count);
-  }
-}
-
-// The same for work that takes long: every thread goes through its part in pieces of an even size and then helps the others,
-// so that a core that is slower, or busy with something else, is not waited for.
-template <class F>
-void share(int64_t n, int64_t work, F f) {
-  const int64_t threads = at::get_num_threads(), piece = std::max<int64_t>(2, n / threads / 16 * 2);
-  if (work < 32768 || threads == 1) return f((int64_t)0, n);
-  struct alignas(64) Part {
-    std::atomic<int64_t> next;
-    int64_t end;
-  };
-  std::vector<Part> parts(threads);
-  for (int64_t t = 0; t < threads; ++t) {
-    parts[t].next = n * t / threads;
-    parts[t].end = n * (t + 1) / threads;
-  }
-#pragma omp parallel num_threads((int)threads)
-  {
-    const int64_t mine = omp_get_thread_num();
-    for (int64_t t = 0; t < threads; ++t) {
-      Part& part = parts[(mine + t) % threads];
-      for (int64_t begin; (begin = part.next.fetch_add(piece)) < part.end;) f(begin, std::min(part.end, begin + piece));
-    }
-  }
 }
 
 // ------------------------------------------------------------------------------------------------ the block product

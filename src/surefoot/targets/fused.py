@@ -16,12 +16,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from surefoot.kernels import native
 from surefoot.kernels.elementwise import Activation, gated_activation, rms_norm, rotary
-from surefoot.kernels.linear import PackedLinear, Quantization
+from surefoot.kernels.linear import PackedLinear
 from surefoot.kernels.row_linear import RowLinear
 from surefoot.targets.attention import STEP_ARGUMENT, FlatCache, PagedStep
 
 
-def fused_product(linears: Sequence[nn.Linear], quantize: Quantization | None = None) -> PackedLinear | RowLinear:
+def fused_product(linears: Sequence[nn.Linear], quantize: str | None = None) -> PackedLinear | RowLinear:
     """One product for layers of the same input, whose rows do not depend on one another's number."""
     if linears[0].weight.device.type == "cpu":
         return PackedLinear.from_linears(linears, quantize)
@@ -31,7 +31,7 @@ def fused_product(linears: Sequence[nn.Linear], quantize: Quantization | None = 
 class FusedAttention(nn.Module):
     """Self-attention with one q·k·v product and rotary embedding in place of its separate parts."""
 
-    def __init__(self, attention: Any, quantize: Quantization | None) -> None:
+    def __init__(self, attention: Any, quantize: str | None) -> None:
         super().__init__()
         self.layer_idx, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
         self.sliding_window = getattr(attention, "sliding_window", None)
@@ -66,7 +66,7 @@ class FusedAttention(nn.Module):
 class FusedFeedForward(nn.Module):
     """down(act(gate(x)) * up(x)) with one gate·up product."""
 
-    def __init__(self, feed_forward: Any, activation: Activation, quantize: Quantization | None) -> None:
+    def __init__(self, feed_forward: Any, activation: Activation, quantize: str | None) -> None:
         super().__init__()
         self.activation: Activation = activation
         self.gate_up_proj = fused_product([feed_forward.gate_proj, feed_forward.up_proj], quantize)
@@ -89,7 +89,7 @@ class FusedNorm(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of fused and packed parts: norm, attention, norm, feed-forward; in Gemma 3 a norm behind each too.
+    """A decoder layer of fused and packed parts: norm, attention, norm, feed-forward; in Gemma 3 a norm after each too.
 
     In a pass over the paged cache it is a native call, or part of one (`in_one_call`). For any other cache, and while
     `torch.compile` traces it, the parts run one by one; the bits are the same.
@@ -109,17 +109,29 @@ class FusedLayer(nn.Module):
             setattr(self, name, child)
         self.four_norms = hasattr(layer, "pre_feedforward_layernorm")
         attention, feed_forward, norm = layer.self_attn, layer.mlp, layer.input_layernorm
-        self.weights = [None if norm is None else norm.weight for norm in self._norms(layer)]
-        for product in self._products(layer):
-            self.weights += [product.weight, product.scale, product.bias]
         self.shape = (
             attention.o_proj.in_features // attention.head_dim,  # query heads
-            feed_forward.down_proj.in_features,
             norm.eps,
             norm.unit_offset,
             feed_forward.activation == "gelu_tanh",
         )
+        self._handle: Any = None
         self.index, self.scaling = attention.layer_idx, attention.scaling
+
+    @property
+    def handle(self) -> Any:
+        """The layer's norms and products as the native call takes them (`layer.cpp`), made once."""
+        if self._handle is None:
+            norms = [None if norm is None else norm.weight for norm in self._norms(self)]
+            products = [product.product for product in self._products(self)]
+            heads, eps, unit_offset, gelu = self.shape
+            self._handle = torch.ops.surefoot.decoder_layer(
+                norms, products, heads, self.scaling, eps, unit_offset, gelu
+            )
+        return self._handle
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy makes a handle of its own
+        return {**self.__dict__, "_handle": None}
 
     @classmethod
     def fits(cls, layer: Any) -> bool:
@@ -180,6 +192,7 @@ def in_one_call(
     groups = [cache.target_group[layer.index] for layer in layers]
     rows = torch.ops.surefoot.decoder_layers.default(
         hidden[0],
+        [layer.handle for layer in layers],
         [cos[0] for cos, _ in rotations],
         [sin[0] for _, sin in rotations],
         [key for key, _ in stored],
@@ -189,10 +202,7 @@ def in_one_call(
         batch.row_slot,
         batch.kv_lens,
         cache.block_size,
-        [layer.scaling for layer in layers],
         [cache.target_layers[layer.index].window or 0 for layer in layers],
-        *layers[0].shape,
-        [weight for layer in layers for weight in layer.weights],
     )
     return rows[None]
 

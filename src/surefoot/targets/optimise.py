@@ -13,7 +13,7 @@ from torch import nn
 
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native, row_linear, triton_support
-from surefoot.kernels.linear import Quantization
+from surefoot.targets.experts import EXECUTORS, install
 from surefoot.targets.fused import (
     FusedAttention,
     FusedDecoder,
@@ -44,14 +44,14 @@ def _children(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
     yield from [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
 
 
-def _fuse_norms(model: Any, quantize: Quantization | None) -> bool:
+def _fuse_norms(model: Any, quantize: str | None) -> bool:
     found = [item for item in _children(model) if type(item[2]).__name__ in _NORMS]
     for parent, name, norm in found:
         setattr(parent, name, FusedNorm(norm, unit_offset=_NORMS[type(norm).__name__]))
     return bool(found)
 
 
-def _fuse_attention(model: Any, quantize: Quantization | None) -> bool:
+def _fuse_attention(model: Any, quantize: str | None) -> bool:
     """One q·k·v product per layer, and rotary embedding in one pass."""
     found = [item for item in _children(model) if type(item[2]).__name__ in _ATTENTION]
     for parent, name, attention in found:
@@ -59,7 +59,7 @@ def _fuse_attention(model: Any, quantize: Quantization | None) -> bool:
     return bool(found)
 
 
-def _fuse_feed_forward(model: Any, quantize: Quantization | None) -> bool:
+def _fuse_feed_forward(model: Any, quantize: str | None) -> bool:
     """One gate·up product per layer, and the gated activation in one pass."""
     found = [
         (parent, name, child, activation)
@@ -71,7 +71,7 @@ def _fuse_feed_forward(model: Any, quantize: Quantization | None) -> bool:
     return bool(found)
 
 
-def _fuse_layers(model: Any, quantize: Quantization | None) -> bool:
+def _fuse_layers(model: Any, quantize: str | None) -> bool:
     """One native call per decoder layer whose parts were all fused before."""
     found = [item for item in _children(model) if type(item[2]).__name__ in _LAYERS and FusedLayer.fits(item[2])]
     for parent, name, layer in found:
@@ -79,7 +79,7 @@ def _fuse_layers(model: Any, quantize: Quantization | None) -> bool:
     return bool(found)
 
 
-def _fuse_decoder(model: Any, quantize: Quantization | None) -> bool:
+def _fuse_decoder(model: Any, quantize: str | None) -> bool:
     """The loop over layers that were all fused before, without what transformers does around one."""
     if type(model).__name__ not in _CAUSAL or not FusedDecoder.fits(model.model):
         return False
@@ -87,7 +87,7 @@ def _fuse_decoder(model: Any, quantize: Quantization | None) -> bool:
     return True
 
 
-def _pack_projections(model: Any, quantize: Quantization | None) -> bool:
+def _pack_projections(model: Any, quantize: str | None) -> bool:
     """Attention and feed-forward projections that were not fused become thin products over packed weights."""
     found = [item for item in _children(model) if item[1] in _PROJECTIONS and type(item[2]) is nn.Linear]
     for parent, name, linear in found:
@@ -95,14 +95,14 @@ def _pack_projections(model: Any, quantize: Quantization | None) -> bool:
     return bool(found)
 
 
-def _unmap_rest(model: Any, quantize: Quantization | None) -> bool:
+def _unmap_rest(model: Any, quantize: str | None) -> bool:
     """Copy what was not packed out of the mapped checkpoint file, whose pages would stay resident beside the copies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return True
 
 
-def _pack_head(model: Any, quantize: Quantization | None) -> bool:
+def _pack_head(model: Any, quantize: str | None) -> bool:
     """The LM head as a packed product; a tied embedding keeps its own tensor for look-ups."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -111,7 +111,7 @@ def _pack_head(model: Any, quantize: Quantization | None) -> bool:
     return True
 
 
-STEPS: dict[str, Callable[[Any, Quantization | None], bool]] = {
+STEPS: dict[str, Callable[[Any, str | None], bool]] = {
     "fused-norms": _fuse_norms,
     "fused-attention": _fuse_attention,
     "fused-feed-forward": _fuse_feed_forward,
@@ -125,21 +125,29 @@ DEFAULT = tuple(STEPS)
 _CPU_ONLY = ("fused-layers", "fused-decoder", "unmapped-rest")
 
 
-def optimise(model: Any, *, steps: Collection[str] = DEFAULT, quantize: Quantization | None = None) -> list[str]:
+def optimise(
+    model: Any, *, steps: Collection[str] = DEFAULT, quantize: str | None = None, experts: str | None = None
+) -> list[str]:
     """Apply the steps to a transformers model, in place.
 
     Args:
         model: a causal LM on the CPU, or in 16 bits on CUDA, where products and norms become Triton's (`RowLinear`);
             without native kernels or Triton, nothing is changed.
         steps: names from `STEPS`; they run in the order of `STEPS`.
-        quantize: "int8" stores packed weights as int8 (exact with respect to the quantised weights from then on).
+        quantize: name of the format that packed weights are stored in (`kernels/formats.py`): exact with respect to the
+            quantised weights from then on. None: as they are.
+        experts: name of the executor of a mixture's experts (`targets/experts.py`), on the CPU. None: transformers' own.
 
     Returns:
-        The steps that changed something.
+        The steps that changed something; "experts" among them where an executor was put in.
 
     Raises:
-        ConfigurationError: a step that does not exist.
+        ConfigurationError: a step, or an executor, that does not exist.
     """
+    if experts is not None and experts not in EXECUTORS:
+        raise ConfigurationError(
+            f"experts {experts!r}: allowed are {', '.join(EXECUTORS)}; leave it out for transformers'"
+        )
     if unknown := sorted(set(steps) - set(STEPS)):
         raise ConfigurationError(f"optimisation step '{unknown[0]}': allowed are {', '.join(STEPS)}")
     if model.device.type == "cuda":
@@ -147,4 +155,7 @@ def optimise(model: Any, *, steps: Collection[str] = DEFAULT, quantize: Quantiza
         steps = set(steps) - set(_CPU_ONLY) if fits else ()
     elif model.device.type != "cpu" or not native.available():
         return []
-    return [name for name, step in STEPS.items() if name in steps and step(model, quantize)]
+    applied = [name for name, step in STEPS.items() if name in steps and step(model, quantize)]
+    if experts is not None and model.device.type == "cpu" and install(model, experts, quantize):
+        applied.append("experts")
+    return applied

@@ -148,7 +148,8 @@ class LLM:
         # Where nobody calls `close`. A finaliser may run anywhere, so this one does not wait; at exit the loop stops itself.
         finalize(self, self.loop.stop, timeout=0.0).atexit = False
         self._tokenizing = Lock()  # tokenizers are not made for several threads
-        self._mentions_table = chosen.cost_table == "auto"  # until it has been said once that there is none
+        self.mentions_missing_table = chosen.cost_table == "auto"
+        """Whether to log that there is no cost table; once it has been said, False."""
         if chosen.trace is not None:
             self._trace = TraceWriter(chosen.trace, self.describe())
             self.loop.add_observer(self._trace)
@@ -305,11 +306,10 @@ class LLM:
 
     def _requests(self, prompt: str | list[int], params: SamplingParams) -> list[Request]:
         """The `n` requests of a prompt, checked and not queued."""
-        if self._mentions_table and self.lacks_cost_table:
-            self._mentions_table = False
+        if self.mentions_missing_table and self.lacks_cost_table:
+            self.mentions_missing_table = False
             log.warning(
-                "no cost table for this engine: every draft is verified, whatever that costs; measure one with LLM.profile() "
-                "or 'surefoot profile'"
+                "no cost table for this engine: every draft is verified, whatever that costs; measure one with LLM.profile()"
             )
         if not isinstance(prompt, str):
             return self.loop.requests_of(prompt, params)

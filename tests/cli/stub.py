@@ -69,25 +69,26 @@ class StubStream:
                 raise KeyboardInterrupt
             time.sleep(self.script.pause)
             self.text += piece
-            yield SimpleNamespace(text=piece, token_ids=[index], finish_reason=None)
+            yield SimpleNamespace(text=piece, token_ids=[index], finish_reason=None, index=0)
 
     @property
     def result(self) -> Any:
         speculative = self.script.drafts and self.params.speculative
-        return SimpleNamespace(
+        answer = SimpleNamespace(
+            index=0,
             text=self.text,
             token_ids=self.script.tokens(self.prompt, self.params),
-            prompt_token_ids=[7, 8],
             finish_reason="length" if self.script.error is None else "error",
             error=self.script.error,
             stop_reason=None,
             logprobs=None if self.params.logprobs is None else self.script.logprobs,
-            cached_tokens=0,
             timing=SimpleNamespace(
                 prefill_s=0.1, decode_s=0.2, tokens_per_s=self.script.speed[self.params.speculative]
             ),
             statistics=STATISTICS if speculative else statistics(steps=4, emitted=4, widths=Counter({0: 4})),
         )
+        others = [SimpleNamespace(**{**vars(answer), "index": index}) for index in range(1, self.params.n)]
+        return SimpleNamespace(**vars(answer), prompt_token_ids=[7, 8], cached_tokens=0, completions=[answer, *others])
 
 
 class StubLLM:

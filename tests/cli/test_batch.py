@@ -47,7 +47,7 @@ def test_order_and_ids_are_kept_with_one_start(batch: Callable[..., Any], script
     assert [prompt for prompt, _ in script.asked] == ["one", [1, 2], [{"role": "user", "content": "Hi"}], "one"]
     assert len(script.options) == script.closed == 1
     assert script.options[0]["max_num_seqs"] == 16
-    assert "4 lines answered" in result.stderr
+    assert "4 of 4 lines answered" in result.stderr
 
 
 def test_lines_bring_their_own_parameters(batch: Callable[..., Any], script: Script) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,50 @@ def test_chat_answers_piped_turns(
     assert [message["role"] for message in found["messages"]] == ["user", "assistant"] * 2
     assert [len(turn["token_ids"]) for turn in found["turns"]] == [5, 5]
     assert found["turns"][1]["prompt_tokens"] > found["turns"][0]["prompt_tokens"]
+
+
+def test_the_command_that_is_printed_for_a_missing_cost_table_makes_it(
+    run: Callable[..., Any], checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.engine.fingerprint.tables_directory", lambda: tmp_path)
+    for given in (
+        ("-m", str(checkpoints / "target")),
+        ("-m", str(checkpoints / "target"), "-d", str(checkpoints / "drafter"), "-g", "2", "--quantize", "int8"),
+    ):
+        asked = ("generate", PROMPT, "-n", "2", *given)
+        printed = re.search(r"with: surefoot (.*)", run(*asked).stderr)
+        assert printed is not None
+        assert run(*shlex.split(printed[1]), "--seconds", "0.1").exit_code == 0
+        assert "no cost table" not in run(*asked).stderr
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_batch_of_answers_is_what_each_prompt_gets_alone(
+    run: Callable[..., Any], generate: Callable[..., dict[str, Any]], checkpoints: Path
+) -> None:
+    lines = [
+        {"prompt": PROMPT},
+        {"prompt": "x", "prompt_token_ids": [1]},
+        {"prompt_token_ids": [1, 2, 99999]},
+        {"prompt": PROMPT, "max_tokens": 5, "logprobs": 1},
+        {"messages": [{"role": "user", "content": PROMPT}], "chat_template_kwargs": {"no_such": 1}},
+        {"prompt": PROMPT, "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 4},
+    ]
+    result = run(
+        *("generate", "--batch", "-", "-m", str(checkpoints / "target"), "-n", "24"),
+        stdin="\n".join(map(json.dumps, lines)),
+    )
+    assert result.exit_code == 1, result.stderr
+    found = [strict_json(line) for line in result.stdout.splitlines()]
+    alone = generate()
+    assert found[0]["token_ids"] == alone["token_ids"]
+    assert "prompt and prompt_token_ids" in found[1]["error"]
+    assert "99999 is outside" in found[2]["error"]
+    assert found[3]["token_ids"] == alone["token_ids"][:5]
+    assert [entry["token_id"] for entry in found[3]["logprobs"]] == found[3]["token_ids"]
+    assert all(entry["top"][0]["logprob"] == entry["logprob"] <= 0 for entry in found[3]["logprobs"])
+    assert "'no_such', which this model's chat template does not read" in found[4]["error"]
+    assert [len(answer["token_ids"]) for answer in found[5]["completions"]] == [4, 4]
 
 
 def test_chat_without_a_template_is_refused(run: Callable[..., Any], checkpoints: Path) -> None:

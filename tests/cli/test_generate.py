@@ -19,7 +19,7 @@ def test_text_goes_to_stdout_and_one_line_of_statistics_to_stderr(run: Callable[
     assert result.exit_code == 0
     assert result.stdout == "Hello, world\n"
     assert result.stderr == (
-        "4 tokens, 50.0 tok/s, 4 steps, accepted length 1.50, acceptance by position 75 50 0 %, finished: length; "
+        "4 tokens, 50.0 tok/s, 4 steps, accepted length 1.50, acceptance by position 75 50 0 %, finished: length\n"
         "planner verifies everything: no cost table\n"
     )
     assert script.asked[0][0] == "Say hello"
@@ -157,3 +157,28 @@ def test_the_temperature_that_is_not_given_is_the_same_everywhere(run: Callable[
 def test_numbers_that_json_does_not_have_are_null() -> None:
     value = {"a": float("nan"), "b": [1.5, float("inf"), (float("-inf"), True)], 3: {"c": float("nan")}}
     assert strict_json(json_line(value)) == {"a": None, "b": [1.5, None, [None, True]], "3": {"c": None}}
+
+
+def test_several_answers_come_one_after_the_other_and_in_the_object(run: Callable[..., Any], script: Script) -> None:
+    result = run("generate", "x", "--n", "3", "-t", "1")
+    assert script.asked[0][1].n == 3
+    assert result.stdout == "Hello, world\n" * 3
+    assert result.stderr.count("4 tokens") == 3
+    found = strict_json(run("generate", "x", "--n", "3", "-t", "1", "--json").stdout)
+    assert [answer["index"] for answer in found["completions"]] == [0, 1, 2]
+    assert found["completions"][1]["text"] == found["text"]
+    assert found["completion_tokens"] == 12
+    assert "completions" not in strict_json(run("generate", "x", "--json").stdout)
+
+
+def test_a_missing_cost_table_is_said_with_the_command_that_makes_this_engines(
+    run: Callable[..., Any], script: Script
+) -> None:
+    script.lacks_cost_table = True
+    given = ("-m", "my model", "-d", "prompt-lookup", "-g", "3", "--dtype", "float32", "--quantize", "int8")
+    assert run("generate", "x", *given).stderr.endswith(
+        "measure one, once, with: surefoot profile --model 'my model' --drafter prompt-lookup --gamma 3 --dtype float32 "
+        "--quantize int8\n"
+    )
+    assert run("generate", "x").stderr.endswith("with: surefoot profile\n")
+    assert "surefoot profile" not in run("generate", "x", "--cost-table", "none").stderr

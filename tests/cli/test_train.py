@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,11 @@ def drafter(surefoot: Invoke, checkpoints: Path, tmp_path_factory: pytest.TempPa
     assert result.exit_code == 0, result.stderr
     assert "anchors at" in result.stderr
     assert "held-out accepted length" in result.stderr
+    printed = re.search(r"try it with: surefoot (.*)", result.stderr)
+    assert printed is not None
+    tried = surefoot(*shlex.split(printed[1]), "--max-tokens", "3")
+    assert tried.exit_code == 0, tried.stderr
+    assert "nothing drafted" not in tried.stderr
     return home / "drafter"
 
 

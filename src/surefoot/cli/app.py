@@ -6,6 +6,7 @@ a command module may import torch or transformers: `surefoot --help` answers at 
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from typing import Annotated, Any
@@ -76,6 +77,7 @@ def main() -> None:
 def run() -> None:
     """Parse the command line and run the command; never returns."""
     warnings.showwarning = _one_line_warning
+    logging.getLogger("surefoot").addHandler(_OneLineRecords(logging.WARNING))
     try:
         try:
             app()
@@ -117,6 +119,13 @@ def _root(
 def _one_line_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if not issubclass(category, (DeprecationWarning, FutureWarning)):
         complain(str(message), kind="warning")
+
+
+class _OneLineRecords(logging.Handler):
+    """What the library logs, in the form of every other message."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        complain(self.format(record), kind=record.levelname.lower())
 
 
 app = build_app()

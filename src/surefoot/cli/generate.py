@@ -57,6 +57,9 @@ def generate(
     seed: options.Seed = None,
     max_tokens: options.MaxTokens = 256,
     stop: options.Stop = None,
+    n: Annotated[
+        int, typer.Option("--n", help="Answers to the prompt, each a draw of its own.", rich_help_panel="Sampling")
+    ] = 1,
     logprobs: Annotated[
         int | None,
         typer.Option(
@@ -109,6 +112,7 @@ def generate(
         seed=seed,
         max_tokens=max_tokens,
         stop=options.parse_stop(stop),
+        n=n,
         logprobs=logprobs,
     )
     variables = options.parse_template_arguments(chat_template_kwargs)
@@ -139,14 +143,32 @@ def generate(
         trace=trace,
         max_model_len=max_model_len,
     )
+    profile_command = None
+    if cost_table == "auto":
+        profile_command = options.command_line(
+            *("profile",),
+            model=model,
+            drafter=None if drafter == "auto" else drafter,
+            gamma=gamma,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            quantize=quantize,
+        )
     try:
         if batch is not None:
-            _answer_batch(llm, lines, sink, stats)
+            failed = _answer_batch(llm, lines, sink)
         elif chat:
             messages = [{"role": "user", "content": text}]
-            _answer_one(llm, llm.stream_chat(messages, params, chat_template_kwargs=variables), json=json, stats=stats)
+            stream = llm.stream_chat(messages, params, chat_template_kwargs=variables)
+            failed = _answer_one(llm, stream, json=json, stats=stats)
         else:
-            _answer_one(llm, llm.stream(text, params), json=json, stats=stats)
+            failed = _answer_one(llm, llm.stream(text, params), json=json, stats=stats)
+        if stats and not (json and batch is None):
+            note(planner_note(llm, profile_command))
+        if failed is not None:
+            complain(failed)
+            raise typer.Exit(EXIT_FAILED)
     finally:
         llm.close()
         if output is not None:
@@ -160,31 +182,30 @@ def _read(prompt: str | None) -> str:
     return text
 
 
-def _answer_one(llm: LLM, stream: Stream, *, json: bool, stats: bool) -> None:
+def _answer_one(llm: LLM, stream: Stream, *, json: bool, stats: bool) -> str | None:
+    """Stream the first answer, show others after it; why one of them failed, if one did."""
     for event in stream:
-        if not json:
+        if not json and event.index == 0:
             sys.stdout.write(event.text)
             sys.stdout.flush()
     result = stream.result
     if json:
         print_json({**output_as_dict(result, llm.tokenizer), "engine": llm.describe()})
-    else:
-        sys.stdout.write("\n")
+        return error_of(result)
+    for answer in result.completions:
+        sys.stdout.write("\n" if answer.index == 0 else f"{answer.text}\n")
         sys.stdout.flush()
-        for line in logprobs_lines(result, llm.tokenizer):
+        for line in logprobs_lines(answer, llm.tokenizer):
             note(line)
         if stats:
-            note("; ".join(filter(None, [statistics_line(result), planner_note(llm)])))
-    if error := error_of(result):
-        complain(error)
-        raise typer.Exit(EXIT_FAILED)
+            note(statistics_line(answer))
+    return error_of(result)
 
 
-def _answer_batch(llm: LLM, lines: list[BatchLine], sink: TextIO, stats: bool) -> None:
+def _answer_batch(llm: LLM, lines: list[BatchLine], sink: TextIO) -> str | None:
     failed = answer_lines(llm, lines, sink, show=sink is not sys.stdout or not sys.stdout.isatty())
-    if stats:
-        note("; ".join(filter(None, [f"{len(lines) - len(failed)} lines answered", planner_note(llm)])))
-    if failed:
-        some = ", ".join(map(str, failed[:10])) + (", …" if len(failed) > 10 else "")
-        complain(f"{len(failed)} of {len(lines)} lines failed, the reason is in their answers: line {some}")
-        raise typer.Exit(EXIT_FAILED)
+    note(f"{len(lines) - len(failed)} of {len(lines)} lines answered")
+    if not failed:
+        return None
+    some = ", ".join(map(str, failed[:10])) + (", …" if len(failed) > 10 else "")
+    return f"{len(failed)} of {len(lines)} lines failed, the reason is in their answers: line {some}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -264,7 +265,7 @@ def load_llm(
     with importing():
         from surefoot.llm import LLM
 
-    return LLM(
+    llm = LLM(
         model=model,
         drafter=drafter,
         gamma=gamma,
@@ -280,3 +281,17 @@ def load_llm(
         trace=trace,
         max_model_len=max_model_len,
     )
+    llm.mentions_missing_table = False  # the commands say it beside their figures, or measure one
+    return llm
+
+
+def command_line(*words: str | None, **given: object) -> str:
+    """A command to copy: `words`, and the options that were given, quoted for a shell.
+
+    An option that is None is left out; the model where it is the default one.
+    """
+    parts = ["surefoot", *(word for word in words if word is not None)]
+    for name, value in given.items():
+        if value is not None and (name, value) != ("model", DEFAULT_MODEL):
+            parts += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(parts)

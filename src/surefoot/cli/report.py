@@ -12,7 +12,8 @@ import typer
 
 if TYPE_CHECKING:
     from surefoot.engine.output import TokenLogprobs
-    from surefoot.llm import LLM, RequestOutput
+    from surefoot.engine.results import Completion, RequestOutput
+    from surefoot.llm import LLM
     from surefoot.speculation.statistics import RequestStatistics
 
 
@@ -54,35 +55,45 @@ def statistics_as_dict(statistics: RequestStatistics) -> dict[str, Any]:
 
 
 def output_as_dict(output: RequestOutput, tokenizer: Any = None) -> dict[str, Any]:
-    """One finished request, JSON-ready. Times are in seconds; log-probabilities are there where they were asked for."""
-    timing = output.timing
-    found: dict[str, Any] = {
-        "text": output.text,
-        "token_ids": list(output.token_ids),
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
+    """One finished request, JSON-ready. Times are in seconds; log-probabilities are there where they were asked for, and
+    `completions` where several answers were."""
+    found = {
+        **_answer_as_dict(output.completions[0], tokenizer),
         "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": len(output.token_ids),
+        "completion_tokens": sum(len(answer.token_ids) for answer in output.completions),
         "cached_tokens": output.cached_tokens,
-        "statistics": statistics_as_dict(output.statistics),
+    }
+    if len(output.completions) > 1:
+        found["completions"] = [
+            {"index": answer.index, **_answer_as_dict(answer, tokenizer)} for answer in output.completions
+        ]
+    return found
+
+
+def _answer_as_dict(answer: Completion, tokenizer: Any) -> dict[str, Any]:
+    timing = answer.timing
+    found: dict[str, Any] = {
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "statistics": statistics_as_dict(answer.statistics),
         "timing": {
             "prefill_s": timing.prefill_s,
             "decode_s": timing.decode_s,
             "tokens_per_s": timing.tokens_per_s,
         },
     }
-    if error := error_of(output):
-        found["error"] = error
-    if output.logprobs is not None:
-        found["logprobs"] = [token_logprobs(entry, tokenizer) for entry in output.logprobs]
+    if answer.error is not None:
+        found["error"] = answer.error
+    if answer.logprobs is not None:
+        found["logprobs"] = [token_logprobs(entry, tokenizer) for entry in answer.logprobs]
     return found
 
 
 def error_of(output: RequestOutput) -> str | None:
-    """Why the engine gave the request up, if it did."""
-    if output.finish_reason != "error":
-        return None
-    return getattr(output, "error", None) or "the engine gave no reason"
+    """Why the engine gave an answer up, if it did."""
+    return next((answer.error for answer in output.completions if answer.error is not None), None)
 
 
 def token_logprobs(entry: TokenLogprobs, tokenizer: Any = None) -> dict[str, Any]:
@@ -95,7 +106,7 @@ def token_logprobs(entry: TokenLogprobs, tokenizer: Any = None) -> dict[str, Any
     return {**named(entry.token_id, entry.logprob), "top": [named(*pair) for pair in entry.top]}
 
 
-def logprobs_lines(output: RequestOutput, tokenizer: Any = None) -> list[str]:
+def logprobs_lines(output: Completion, tokenizer: Any = None) -> list[str]:
     """A line per emitted token: its log-probability, its text, and those of the likeliest tokens."""
 
     def shown(entry: dict[str, Any]) -> str:
@@ -129,7 +140,7 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(json_ready(value), indent=2, ensure_ascii=False, default=str, allow_nan=False))
 
 
-def statistics_line(output: RequestOutput) -> str:
+def statistics_line(output: RequestOutput | Completion) -> str:
     """`64 tokens, 21.4 tok/s, 31 steps, accepted length 1.06, acceptance by position 62 41 20 %, stopped: length`."""
     statistics = output.statistics
     parts = [
@@ -151,10 +162,17 @@ def statistics_line(output: RequestOutput) -> str:
     return ", ".join(parts)
 
 
-def planner_note(llm: LLM) -> str:
-    """Who drafts, and what decides the widths: `drafter prompt-lookup; planner verifies everything: no cost table …`."""
+def planner_note(llm: LLM, profile_command: str | None = None) -> str:
+    """Who drafts, and what decides the widths: `drafter prompt-lookup; planner verifies everything: no cost table …`.
+
+    Args:
+        profile_command: what measures a table for this engine, said where there is none.
+    """
     engine = llm.describe()
-    return "; ".join(f"{name} {engine[name]}" for name in ("drafter", "planner") if engine.get(name))
+    parts = [f"{name} {engine[name]}" for name in ("drafter", "planner") if engine.get(name)]
+    if profile_command is not None and llm.lacks_cost_table:
+        parts.append(f"measure one, once, with: {profile_command}")
+    return "; ".join(parts)
 
 
 def histogram_text(histogram: Sequence[int]) -> str:

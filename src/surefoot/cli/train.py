@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from surefoot.cli import options
 from surefoot.cli.report import note, print_json
 from surefoot.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from surefoot.training.pipeline import Run
 
 _DATA, _SHAPE, _TRAINING, _RUN = "Data", "Drafter", "Training", "Run"
 DEFAULT_MINUTES = 30.0
@@ -190,7 +187,7 @@ def train(
     if json:
         print_json({"output": str(output), "stages": record})
     else:
-        _say(record, output, run)
+        _say(record, output, target, dtype)
 
 
 def _numbers(name: str, text: str | None, kind: type) -> tuple[Any, ...]:
@@ -200,7 +197,7 @@ def _numbers(name: str, text: str | None, kind: type) -> tuple[Any, ...]:
         raise ConfigurationError(f"{name} is {text!r}; allowed: numbers separated by commas") from None
 
 
-def _say(record: dict[str, Any], output: Path, run: Run) -> None:
+def _say(record: dict[str, Any], output: Path, target: str, dtype: str | None) -> None:
     """The result in a few lines."""
     if trained := record.get("train"):
         parts = trained["seconds_by_part"]
@@ -216,4 +213,5 @@ def _say(record: dict[str, Any], output: Path, run: Run) -> None:
             f"{name}: accepted length with bonus "
             + ", ".join(f"{value} at temperature {t}" for t, value in lengths.items())
         )
-    note(f"drafter in {output}; try it with: surefoot generate --drafter {output} 'def main('")
+    command = options.command_line("generate", "def main(", model=target, drafter=output, dtype=dtype)
+    note(f"drafter in {output}; try it with: {command}")

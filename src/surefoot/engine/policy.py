@@ -232,7 +232,7 @@ class WidthPolicy:
         if self.stale.forced is not None:
             return f"forced widths {','.join(map(str, self.stale.forced.pattern))}"
         if self.costs.table is None:
-            return "verifies everything: no cost table for this engine (make one with 'surefoot profile')"
+            return "verifies everything: no cost table for this engine"
         if self.costs.table.is_flat:
             return "verifies everything: the cost table is flat"
         return f"{self.planner_name} planner on the measured cost table"

@@ -16,6 +16,7 @@ import surefoot.engine.state
 import surefoot.engine.step
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.engine.device import HostOutputs, Ready
+from surefoot.engine.distribution import DraftVocabulary
 from surefoot.engine.graphs import CudaGraphRunner
 from surefoot.kernels import attention
 from surefoot.sampling import SamplingParams
@@ -130,7 +131,8 @@ def engine_on(mode: FakeTensorMode, target: Any, drafter: str, **settings: Any) 
             chosen.model.vocabulary = None  # the engine looks at it once, when it is built
         engine = build(target, chosen, device=FakeDevice(mode), runner=runner, check_layout=False, **settings)
         if vocabulary is not None:
-            chosen.model.vocabulary, engine.decode_step.vocabulary_end = vocabulary, target.vocab_size
+            chosen.model.vocabulary = vocabulary
+            engine.decode_step.vocabulary = DraftVocabulary(vocabulary, target.vocab_size)
         return engine
 
 

@@ -15,8 +15,7 @@ from surefoot.drafters.model import DSparkModel
 from surefoot.errors import DrafterError
 from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear
-from surefoot.kernels.sampling import argmax_rows, sample_rows, softmax_rows
-from surefoot.kernels.sequential import filter_rows, filter_rows_reference
+from surefoot.kernels.sampling import argmax_rows, filter_rows, filter_rows_reference, sample_rows, softmax_rows
 from surefoot.speculation.calibration import Calibration
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="one call draws a block with the native kernels only")

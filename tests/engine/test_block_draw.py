@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from surefoot.drafters.base import BlockwiseSampler
-from surefoot.engine.distribution import BlockSampler, SamplingFlags, SamplingTensors, processed
+from surefoot.engine.distribution import BlockSampler, DraftVocabulary, SamplingFlags, SamplingTensors, processed
 from surefoot.kernels import native
 from surefoot.kernels.sequential import draft_block
 from surefoot.speculation.uniforms import Purpose, uniforms
 
-SLOTS, GAMMA, WORDS, LENGTH = 6, 4, 300, 24
+SLOTS, GAMMA, TOKENS, LENGTH = 6, 4, 300, 24
 
 
 def parameters() -> SamplingTensors:
@@ -27,13 +27,18 @@ def parameters() -> SamplingTensors:
         seed=torch.arange(SLOTS) + 11,
         bias_ids=torch.zeros(SLOTS, 1, dtype=torch.int64),
         bias_values=torch.zeros(SLOTS, 1),
+        min_tokens=torch.zeros(SLOTS, dtype=torch.int64),
+        end_ids=torch.zeros(SLOTS, 1, dtype=torch.int64),
+        end_values=torch.zeros(SLOTS, 1),
     )
 
 
 def sampler(flags: SamplingFlags, vocabulary: torch.Tensor, slots: torch.Tensor, gamma: int = GAMMA) -> BlockSampler:
     lengths = torch.arange(len(slots)) + 2
     history = torch.zeros(SLOTS, LENGTH, dtype=torch.int64)
-    return BlockSampler(parameters(), flags, history, slots, lengths, lengths + 1, gamma, vocabulary, 2 * WORDS)
+    return BlockSampler(
+        parameters(), flags, history, slots, lengths, lengths + 1, gamma, DraftVocabulary(vocabulary, 2 * TOKENS)
+    )
 
 
 @pytest.mark.skipif(not native.available(), reason="one call draws a block with the native kernels only")
@@ -50,9 +55,9 @@ def sampler(flags: SamplingFlags, vocabulary: torch.Tensor, slots: torch.Tensor,
 def test_a_block_handed_over_is_the_block_drawn_by_token(flags, gamma) -> None:
     """Tokens, the proposal the acceptance divides by, and the history; `gamma` beyond the block is another source's."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = torch.randperm(2 * WORDS, generator=generator)[:WORDS]
+    vocabulary = torch.randperm(2 * TOKENS, generator=generator)[:TOKENS]
     slots = torch.tensor([3, 0, 5, 1, 4])
-    base = torch.randn(len(slots), GAMMA, WORDS, generator=generator) * 2
+    base = torch.randn(len(slots), GAMMA, TOKENS, generator=generator) * 2
     by_token, at_once = (sampler(flags, vocabulary, slots, gamma) for _ in range(2))
     for either in (by_token, at_once):
         either.only(torch.tensor([0, 1, 3, 4]))
@@ -73,11 +78,11 @@ def test_a_block_handed_over_is_the_block_drawn_by_token(flags, gamma) -> None:
 
 @pytest.mark.parametrize("flags", [SamplingFlags(greedy=False, penalties=True), SamplingFlags(greedy=False, bias=True)])
 def test_processing_that_looks_at_drawn_tokens_is_not_handed_over(flags) -> None:
-    assert sampler(flags, torch.arange(WORDS), torch.arange(SLOTS)).block_draw() is None
+    assert sampler(flags, torch.arange(TOKENS), torch.arange(SLOTS)).block_draw() is None
 
 
 def test_uniforms_are_those_of_the_address() -> None:
-    at_once = sampler(SamplingFlags(greedy=False), torch.arange(WORDS), torch.arange(SLOTS))
+    at_once = sampler(SamplingFlags(greedy=False), torch.arange(TOKENS), torch.arange(SLOTS))
     draw = at_once.block_draw()
     assert draw is not None
     expected = uniforms(parameters().seed[2], torch.tensor(5), Purpose.DRAFT, torch.tensor(3))
@@ -87,7 +92,7 @@ def test_uniforms_are_those_of_the_address() -> None:
 def test_targets_and_drafters_rows_are_filtered_alike() -> None:
     """p and q of the same logits are the same bits: a perfect drafter is always accepted."""
     params, flags = parameters(), SamplingFlags(greedy=False, top_k=1000, top_p=True, min_p=True)
-    logits = torch.randn(SLOTS, WORDS, generator=torch.Generator().manual_seed(1)) * 3
+    logits = torch.randn(SLOTS, TOKENS, generator=torch.Generator().manual_seed(1)) * 3
     slots = torch.arange(SLOTS)
     whole = processed(logits, params, flags, torch.zeros(SLOTS, 8, dtype=torch.int64), slots, slots)
     for slot in range(SLOTS):

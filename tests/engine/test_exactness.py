@@ -270,7 +270,7 @@ class TestNegativeControls:
             verdict = honest(probs, rows, drafts, widths, proposal, u, v)
             from surefoot.speculation.acceptance import Verdict, draw
 
-            return Verdict(verdict.accepted, draw(probs[rows + verdict.accepted], v))
+            return Verdict.of(verdict.accepted, draw(probs[rows + verdict.accepted], v))
 
         monkeypatch.setattr(step, "accept_sampled", careless)
         assert self.failing("dspark", PLAIN) < LEVEL

@@ -9,6 +9,9 @@ from scipy.stats import chisquare
 from surefoot.kernels import native
 from surefoot.kernels.sampling import (
     argmax_rows,
+    argmax_rows_reference,
+    filter_rows,
+    filter_rows_reference,
     sample_rows,
     sample_rows_reference,
     softmax_rows,
@@ -57,6 +60,7 @@ def test_argmax_is_the_first_of_the_largest(size, dtype):
     logits[1, size // 2 :] = 9
     logits[2] = -torch.inf
     wanted = [min(j for j in range(size) if row[j] == row.max()) for row in logits]
+    wanted[2] = -1  # nothing is allowed
     assert argmax_rows(logits).tolist() == wanted
 
 
@@ -109,3 +113,97 @@ def test_law_of_the_draws():
     assert counts[1] == 0
     keep = probs > 0
     assert chisquare(counts[keep].numpy(), (probs[keep] * 20_000).double().numpy(), sum_check=False).pvalue > 1e-6
+
+
+# -- rows without a distribution -------------------------------------------------------------------------------------------
+
+BAD = {"nan": torch.nan, "infinity": torch.inf}
+TWINS = [
+    pytest.param(softmax_rows, argmax_rows, marks=needs_native, id="native"),
+    pytest.param(softmax_rows_reference, argmax_rows_reference, id="reference"),
+]
+
+
+@pytest.mark.parametrize(("softmax", "argmax"), TWINS)
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 15, 16, 4096, 4103, 9001])
+def test_a_row_that_holds_nan_or_infinity_has_no_distribution(softmax, argmax, bad, dtype, size):
+    """Wherever it stands, whatever comes after it, hot or greedy; the rows beside it are as if it were not there."""
+    torch.manual_seed(size)
+    clean = torch.randn(4, size).to(dtype)
+    heat = torch.tensor([0.0, 1.0, 0.7, 0.0])
+    for place in {0, size // 3, size // 2, max(0, size - 2), size - 1}:
+        logits = clean.clone()
+        logits[1, place] = logits[3, place] = BAD[bad]
+        probs, index = softmax(logits, heat), argmax(logits)
+        assert not probs[[1, 3]].any()
+        assert index[[1, 3]].tolist() == [-1, -1]
+        assert torch.equal(probs[[0, 2]], softmax(clean, heat)[[0, 2]])
+        assert torch.equal(index[[0, 2]], argmax(clean)[[0, 2]])
+        for draw in (sample_rows, sample_rows_reference):
+            assert draw(probs, torch.full((4,), 0.5))[[1, 3]].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(("softmax", "argmax"), TWINS)
+@pytest.mark.parametrize("size", [1, 17, 5000])
+def test_a_row_that_allows_nothing_has_no_distribution(softmax, argmax, size):
+    logits = torch.full((3, size), -torch.inf)
+    logits[1, size - 1] = -1e30
+    for heat in (0.0, 1.0):
+        probs = softmax(logits, torch.full((3,), heat))
+        assert probs.sum(1).tolist() == [0, 1, 0]
+        assert probs[1, size - 1] == 1
+    assert argmax(logits).tolist() == [-1, size - 1, -1]
+
+
+# -- exact masses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filters", [pytest.param(filter_rows, marks=needs_native), filter_rows_reference])
+@pytest.mark.parametrize("size", [1, 2, 16, 300])
+def test_a_lone_survivor_has_exactly_one(filters, size):
+    """For thousands of masses, many of which times their rounded reciprocal are 1 - 2^-24."""
+    masses = torch.linspace(0.001, 1, 4001)[:, None] if size > 1 else torch.ones(5, 1)
+    probs = torch.cat([masses, (1 - masses).expand(-1, size - 1) / max(size - 1, 1)], 1)
+    lone = torch.full((len(probs),), 1)
+    largest = probs.argmax(1)
+    for stages in (
+        (lone, None, None),
+        (None, lone * 1e-6, None),
+        (None, None, lone * 1.0),
+        (lone, lone * 0.5, lone * 0.3),
+    ):
+        kept = filters(probs.clone(), *stages)
+        single = (kept > 0).sum(1) == 1  # the others tie
+        assert single.sum() > len(probs) // 2
+        assert bool((kept.gather(1, largest[:, None])[single] == 1).all())
+    rounded = masses * (1 / masses)
+    assert size == 1 or bool((rounded < 1).any()), "no mass of this test would notice the product with the reciprocal"
+
+
+@pytest.mark.parametrize("filters", [pytest.param(filter_rows, marks=needs_native), filter_rows_reference])
+def test_filters_leave_a_row_without_mass_as_it_is(filters):
+    probs = torch.zeros(3, 700)
+    probs[1, 5] = 1
+    for stages in (
+        (torch.tensor([1, 1, 0]), None, None),
+        (None, torch.tensor([0.5, 0.5, 1.0]), None),
+        (None, None, torch.ones(3) * 0.1),
+    ):
+        kept = filters(probs.clone(), *stages)
+        assert torch.equal(kept, probs)
+
+
+@pytest.mark.parametrize("draw", [pytest.param(sample_rows, marks=needs_native), sample_rows_reference])
+@pytest.mark.parametrize("scale", [1.0, 1e-38, 1e-44])
+@pytest.mark.parametrize("size", [1, 3, 8, 4097])
+def test_the_ends_of_the_uniform_draw_the_first_and_the_last_token_with_mass(draw, scale, size):
+    """Also where a whole row lies below what float32 holds in full precision."""
+    place = torch.arange(size)
+    probs = torch.where((place % 2 == 0) & (place < max(size - 1, 1)), torch.rand(size) + 0.5, 0.0)[None] * scale
+    has = probs[0].nonzero()
+    assert len(has)
+    low, high = torch.zeros(1, dtype=torch.float64), torch.full((1,), 1 - 2.0**-53, dtype=torch.float64)
+    assert draw(probs, low).item() == has[0]
+    assert draw(probs, high).item() == has[-1]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surefoot.kernels.sampling import sample_rows, sample_rows_reference
 from surefoot.speculation.acceptance import Proposal, accept_greedy, accept_sampled, draw
-from surefoot.speculation.uniforms import Purpose, uniforms
+from surefoot.speculation.uniforms import Purpose, SeedStreams, uniforms
 
 
 def breakpoints(decide, count: int) -> torch.Tensor:
@@ -163,3 +167,130 @@ def test_every_part_of_the_address_changes_the_uniform() -> None:
         uniforms(torch.tensor(1), torch.tensor(2), Purpose.DRAFT, torch.tensor(4)),
     ]
     assert len({base.item(), *(u.item() for u in others)}) == 5
+
+
+EDGE_U = [0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-53]
+TINY = torch.tensor([1e-40, 1e-45, 0.0])  # below what float32 holds in full precision
+EDGE_ROWS = {
+    "all on the draft": torch.tensor([0.0, 1.0, 0.0]),
+    "all elsewhere": torch.tensor([1.0, 0.0, 0.0]),
+    "rounded down": torch.tensor([0.0, 1 - 2.0**-24, 0.0]),
+    "rounded up": torch.tensor([0.0, 1 + 2.0**-23, 0.0]),
+    "even": torch.tensor([1 / 3, 1 / 3, 1 / 3]),
+    "tiny": TINY,
+    "tiny on the draft": TINY.roll(1),
+    "tiny beside the draft": TINY + torch.tensor([0.0, 1.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("sample", [draw, sample_rows, sample_rows_reference])
+@pytest.mark.parametrize("q_row", [None, *EDGE_ROWS])
+@pytest.mark.parametrize("p_row", EDGE_ROWS)
+def test_every_edge_emits_a_token_the_target_may_emit(p_row: str, q_row: str | None, sample: Any) -> None:
+    """p = 1, p = q, no mass beside the draft, rows below 1e-38, uniforms at their ends, a point mass and a drawn draft."""
+    p = EDGE_ROWS[p_row]
+    probs = torch.stack([p, p])
+    q = None if q_row is None else EDGE_ROWS[q_row]
+    for token in range(3):
+        if q is not None and q[token] == 0:
+            continue  # never drafted
+        proposal = Proposal(None) if q is None else Proposal(q.view(1, 1, 3), None, torch.tensor([[token]]))
+        for accept, emit in itertools.product(EDGE_U, EDGE_U):
+            verdict = accept_sampled(
+                probs,
+                torch.tensor([0]),
+                torch.tensor([[token]]),
+                torch.tensor([1]),
+                proposal,
+                torch.tensor([[accept]], dtype=torch.float64),
+                torch.tensor([emit], dtype=torch.float64),
+                sample,
+            )
+            accepted, emitted = verdict.accepted.item(), verdict.next_token.item()
+            assert not verdict.invalid.any()
+            assert p[emitted] > 0
+            assert not accepted or p[token] > 0
+            if q is not None and torch.equal(p, q):
+                assert accepted == 1, "u < p / q = 1 for every u"
+            if q is None and p[token] == 1:
+                assert accepted == 1
+
+
+def test_one_token_in_the_vocabulary() -> None:
+    one = torch.ones(2, 1)
+    for proposal in (Proposal(None), Proposal(torch.ones(1, 1, 1), None, torch.tensor([[0]]))):
+        for u in EDGE_U:
+            uniform = torch.tensor([u], dtype=torch.float64)
+            verdict = accept_sampled(
+                one, torch.tensor([0]), torch.tensor([[0]]), torch.tensor([1]), proposal, uniform[None], uniform
+            )
+            assert (verdict.accepted.item(), verdict.next_token.item(), verdict.invalid.item()) == (1, 0, False)
+
+
+def test_a_target_row_without_a_distribution_is_invalid_and_the_rows_beside_it_are_not() -> None:
+    probs = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.0, 0.0]])
+    anchors, drafts, widths = torch.tensor([0, 2, 4]), torch.tensor([[1], [1]]), torch.tensor([1, 1])
+    low = torch.zeros(2, 1, dtype=torch.float64)
+    for proposal in (Proposal(None), Proposal(torch.full((2, 1, 2), 0.5), None, drafts)):
+        verdict = accept_sampled(probs, anchors, drafts, widths, proposal, low, torch.full((3,), 0.9).double())
+        assert verdict.accepted.tolist() == [1, 1, 0]
+        assert verdict.invalid.tolist() == [True, False, True]
+        assert verdict.next_token.tolist() == [0, 1, 0]
+    greedy = accept_greedy(torch.tensor([1, -1, 0, 1, -1]), anchors, drafts, widths)
+    assert greedy.accepted.tolist() == [1, 0, 0]
+    assert greedy.invalid.tolist() == [True, False, True]
+    assert greedy.next_token.tolist() == [0, 0, 0]
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_reads_its_own_stream_and_no_two_open_requests_share_one() -> None:
+    streams = SeedStreams()
+    first = streams.open(7)
+    assert first == 7
+    copies = [streams.open(7) for _ in range(50)]
+    assert len({first, *copies}) == 51
+    streams.close(copies[3])
+    assert streams.open(7) == copies[3], "the lowest free number"
+    streams.close(first)
+    assert streams.open(7) == 7
+    assert [SeedStreams().open(seed) for seed in (-1, 2**63, 2**64 - 1)] == [-1, -(2**63), -1]
+
+
+def test_the_same_arrivals_get_the_same_streams() -> None:
+    seeds = [3, 3, 4, 3, 4, 4]
+    one, other = SeedStreams(), SeedStreams()
+    kept = [one.open(seed) for seed in seeds]
+    assert kept == [other.open(seed) for seed in seeds]
+    for stream in kept:
+        one.close(stream)
+    assert [one.open(seed) for seed in seeds] == kept, "nothing is remembered of requests that have ended"
+
+
+def test_a_derived_stream_that_a_user_names_is_passed_over() -> None:
+    derived = SeedStreams()
+    derived.open(7)
+    taken = derived.open(7)
+    streams = SeedStreams()
+    assert streams.open(taken) == taken
+    assert streams.open(7) == 7
+    other = streams.open(7)
+    assert other not in (7, taken)
+    streams.close(taken)
+    assert streams.open(7) == taken
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=60))
+def test_open_streams_are_distinct_whatever_comes_and_goes(steps: list[tuple[int, bool]]) -> None:
+    streams, held = SeedStreams(), []
+    for seed, leaves in steps:
+        if leaves and held:
+            streams.close(held.pop(seed % len(held)))
+        else:
+            held.append(streams.open(seed))
+        assert len(set(held)) == len(held)
+    for stream in held:
+        streams.close(stream)
+    assert not {**streams._open, **streams._freed, **streams._next}

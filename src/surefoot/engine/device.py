@@ -33,7 +33,7 @@ class HostOutputs:
         draft, logprobs = outputs.draft, outputs.logprobs
         self.accepted: list[int] = listed(outputs.verdict.accepted)
         self.next_token: list[int] = listed(outputs.verdict.next_token)
-        self.invalid: list[bool] | None = listed(outputs.invalid)
+        self.invalid: list[bool] = listed(outputs.verdict.invalid)
         self.drafts: list[list[int]] = listed(draft.tokens)
         self.widths: list[int] = listed(outputs.widths)
         self.proposed: list[int] | None = listed(draft.lengths)

@@ -20,9 +20,10 @@ from surefoot.engine.clock import laps_for
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
 from surefoot.engine.graphs import TargetRunner, runner_for
+from surefoot.engine.masks import TokenMask
 from surefoot.engine.messages import StepInputs
 from surefoot.engine.options import EngineOptions
-from surefoot.engine.output import OutputEvent, OutputProcessor, TokenLogprobs
+from surefoot.engine.output import OutputEvent, OutputProcessor, TokenLogprobs, no_distribution
 from surefoot.engine.plan import Plan
 from surefoot.engine.policy import WidthPolicy
 from surefoot.engine.request import Request, Status
@@ -35,6 +36,7 @@ from surefoot.machine import total_memory
 from surefoot.parallel.group import Alone, Group
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import Statistics
+from surefoot.speculation.uniforms import SeedStreams
 from surefoot.targets.target import Target
 
 
@@ -132,6 +134,7 @@ class Engine:
         self.owner: int | None = None  # the thread that alone may change the engine, once an `EngineLoop` has it
         self._in_flight: InFlight | None = None
         self._arrivals = count()
+        self._streams = SeedStreams()
         self._followers: dict[str, list[Request]] = {}  # by the request whose prompt they wait for
         self._observers: list[StepObserver] = []
 
@@ -183,8 +186,12 @@ class Engine:
         *,
         prompt: str | None = None,
         request_id: str | None = None,
+        mask: TokenMask | None = None,
     ) -> Request:
         """Check a prompt and make a request of it; `admit` queues it. Changes nothing, so any thread may call it.
+
+        Args:
+            mask: which tokens it may emit, beyond what the parameters say.
 
         Raises:
             RequestError: an empty or too long prompt, or a token id outside the vocabulary.
@@ -201,7 +208,7 @@ class Engine:
             request_id,
             tokens,
             params,
-            seed=_signed(params.seed if params.seed is not None else (self.seed + 1) * 0x9E3779B1 + number),
+            seed=params.seed if params.seed is not None else (self.seed + 1) * 0x9E3779B1 + number,
             output=OutputProcessor(
                 params, self.target.tokenizer, self.target.eos_token_ids, tokens, request_id=request_id
             ),
@@ -209,6 +216,7 @@ class Engine:
             arrival=number,
             prompt=prompt,
             breaker=self.policy.new_breaker(),
+            mask=mask,
         )
 
     def admit(self, request: Request, after: Request | None = None) -> None:
@@ -227,6 +235,7 @@ class Engine:
                 f"request id {request.request_id!r} is in use: choose another, or wait until that request has ended"
             )
         self.requests[request.request_id] = request
+        request.stream = self._streams.open(request.seed)
         if (
             after is not None
             and self.blocks.prefix_reuse
@@ -245,9 +254,10 @@ class Engine:
         *,
         prompt: str | None = None,
         request_id: str | None = None,
+        mask: TokenMask | None = None,
     ) -> Request:
         """`make_request` and `admit` in one."""
-        request = self.make_request(prompt_token_ids, params, prompt=prompt, request_id=request_id)
+        request = self.make_request(prompt_token_ids, params, prompt=prompt, request_id=request_id, mask=mask)
         self.admit(request)
         return request
 
@@ -294,6 +304,7 @@ class Engine:
     def _finish(self, request: Request) -> None:
         self.policy.leave(request)
         self.scheduler.finish(request)
+        self._streams.close(request.stream)
         request.finished_at = time.monotonic()
         self.requests.pop(request.request_id, None)
         if self._followers:
@@ -363,7 +374,13 @@ class Engine:
         for index, part in enumerate(launched.parts[: launched.inputs.num_emitting]):
             request = part.request
             width = outputs.widths[index] if index < launched.inputs.num_drafted else 0
-            if request.status is Status.RUNNING:
+            if request.status is Status.RUNNING and outputs.invalid[index]:
+                events.append(
+                    (request, request.output.fail(no_distribution(self.target.dtype, request.mask is not None)))
+                )
+                self._finish(request)
+                kept.append(0)
+            elif request.status is Status.RUNNING:
                 events.append((request, self._emit(part, index, row, width, outputs, launched)))
                 kept.append(events[-1][1].num_kept)
             else:
@@ -412,12 +429,6 @@ class Engine:
         elif self._followers:
             self._release_followers(request)
         return event
-
-
-def _signed(seed: int) -> int:
-    """A seed of up to 64 bits as the int64 with the same bits."""
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >> 63 else seed
 
 
 def _token_logprobs(

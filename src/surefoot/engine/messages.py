@@ -77,7 +77,6 @@ class StepOutputs:
     verdict: Verdict  # of the E emitting requests
     confidence: Tensor | None = None  # [D, gamma] float32, calibrated
     logprobs: Logprobs | None = None
-    invalid: Tensor | None = None  # [E] bool: the logits allowed no token (None: nobody looked)
     sources: tuple[str, ...] = ()  # names behind `draft.source`
     rows: int = 0  # rows the target ran, padding included
     replayed: bool | None = None  # whether a captured graph ran them (None: this runner captures none)

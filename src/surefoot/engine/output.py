@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+
 from surefoot.errors import RequestError
 from surefoot.sampling import SamplingParams
 
@@ -101,6 +103,11 @@ class OutputProcessor:
         self._stops = StopStrings(params.stop_strings)
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end the request, ascending; masked before `min_tokens`."""
+        return tuple(sorted(self._ends))
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -181,6 +188,24 @@ class OutputProcessor:
         """Set the reason; return what was held back for a character or a stop string that will not come."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         return self._stops.flush() + ("" if self._detokenizer is None else self._detokenizer.flush())
+
+
+def no_distribution(dtype: torch.dtype, masked: bool = False) -> str:
+    """Why a request ended whose next token had no distribution to come from, and what to do.
+
+    Args:
+        dtype: of the target.
+        masked: whether the request has a `TokenMask`.
+    """
+    name = str(dtype).removeprefix("torch.")
+    problem = f"the target's logits hold NaN or infinity, computed in {name}"
+    if masked:
+        problem = f"the request's mask allows no token here, or {problem}"
+    remedy = {
+        "float16": "its range is too small for this model: use --dtype bfloat16 or float32",
+        "bfloat16": "try --dtype float32; if that fails, too, the weights themselves hold NaN: use another copy",
+    }
+    return f"{problem}: {remedy.get(name, 'the weights themselves may hold NaN or infinity: use another copy')}"
 
 
 class StopSearch(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from surefoot.engine.distribution import SamplingFlags
+from surefoot.engine.masks import TokenMask
 from surefoot.engine.output import OutputProcessor
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.breaker import Breaker
@@ -32,12 +33,13 @@ class Request:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    seed: int
+    seed: int  # the user's, or one of its own
     output: OutputProcessor
     gamma: int  # most drafts a step may verify for this request; 0 turns speculation off
     arrival: int
     prompt: str | None = None
     status: Status = Status.WAITING
+    stream: int = 0  # of uniforms; no other unfinished request reads it
     slot: int = -1
     seat: Seat | None = None  # under which the confidence board knows it
     num_cached: int = 0
@@ -54,11 +56,18 @@ class Request:
     finished_at: float | None = None
     failure: BaseException | None = None  # what a step raised that ended this request
     token_ids: list[int] = field(default_factory=list)
-    flags: SamplingFlags = field(init=False)
+    mask: TokenMask | None = None  # which tokens may come next, beyond what the parameters say
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self.flags = SamplingFlags.of(self.params)
+        self._flags = [
+            SamplingFlags.of(self.params, min_tokens=early, masked=self.mask is not None) for early in (False, True)
+        ]
+
+    @property
+    def flags(self) -> SamplingFlags:
+        """The stages of processing that the next step needs."""
+        return self._flags[self.num_output < self.params.min_tokens]
 
     @property
     def num_output(self) -> int:

@@ -123,7 +123,16 @@ class Scheduler:
             request.started_at, request.cached_tokens = time.monotonic(), cached
         insort(self.running, request, key=lambda r: r.precedence)
         result.updates.slots.append(
-            SlotUpdate(slot, request.token_ids, cached, len(request.prompt_token_ids), request.params, request.seed)
+            SlotUpdate(
+                slot,
+                request.token_ids,
+                cached,
+                len(request.prompt_token_ids),
+                request.params,
+                request.stream,
+                request.output.end_ids,
+                request.mask,
+            )
         )
         self._place(request, wanted, remaining == 1, self.blocks.table(slot), result)
         return wanted

@@ -7,8 +7,9 @@ still runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from surefoot.engine.distribution import SamplingTensors
+from surefoot.engine.masks import TokenMask
 from surefoot.sampling import SamplingParams
 
 
@@ -29,7 +31,9 @@ class SlotUpdate:
     num_cached: int
     prompt_len: int
     params: SamplingParams
-    seed: int
+    seed: int  # the stream of uniforms
+    end_ids: tuple[int, ...] = ()  # tokens that `params.min_tokens` keeps back
+    mask: TokenMask | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ NUMPY: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.float32: np.float3
 def to_device(
     values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Host numbers as a device tensor. Never waits: a plain copy to CUDA would, for everything queued in front of it."""
+    """Host numbers as a device tensor. Never waits: a plain copy to CUDA would, for everything queued before it."""
     host = torch.from_numpy(np.array(values, dtype=NUMPY[dtype]))  # a third of the time of torch.tensor
     return host.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else host.to(device)
 
@@ -64,7 +68,7 @@ def to_device(
 class DeviceState:
     """Token history, committed lengths and sampling parameters of all state slots.
 
-    `history[s, : lengths[s]]` is cached, `history[s, lengths[s]]` is the anchor, behind it lie provisional drafts.
+    `history[s, : lengths[s]]` is cached, `history[s, lengths[s]]` is the anchor, after it lie provisional drafts.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, frontier: int, device: torch.device | str) -> None:
@@ -86,6 +90,9 @@ class DeviceState:
             seed=full(0, torch.int64),
             bias_ids=torch.zeros(max_num_seqs, 1, dtype=torch.int64, device=device),
             bias_values=torch.zeros(max_num_seqs, 1, dtype=torch.float32, device=device),
+            min_tokens=full(0, torch.int64),
+            end_ids=torch.zeros(max_num_seqs, 1, dtype=torch.int64, device=device),
+            end_values=torch.zeros(max_num_seqs, 1, dtype=torch.float32, device=device),
         )
 
     def apply(self, updates: StateUpdates, tables: Sequence[Tensor | npt.NDArray[np.int32]]) -> None:
@@ -119,24 +126,25 @@ class DeviceState:
             (sampling.presence, params.presence_penalty),
             (sampling.frequency, params.frequency_penalty),
             (sampling.prompt_len, update.prompt_len),
+            (sampling.min_tokens, params.min_tokens),
             (sampling.seed, update.seed),
         ):
             values[slot].fill_(value)  # assigning a number would make the host wait for a GPU
-        if params.logit_bias:
-            self._widen_bias(len(params.logit_bias))
-        sampling = self.sampling
-        sampling.bias_values[slot].zero_()
-        if params.logit_bias:
-            count = len(params.logit_bias)
-            bias = params.logit_bias
-            sampling.bias_ids[slot, :count] = to_device(list(bias), torch.int64, self.device)
-            sampling.bias_values[slot, :count] = to_device(list(bias.values()), torch.float32, self.device)
+        self._list(slot, "bias", params.logit_bias)
+        self._list(slot, "end", dict.fromkeys(update.end_ids if params.min_tokens else (), -math.inf))
+        self.sampling.masks.pop(slot, None)
+        if update.mask is not None:
+            self.sampling.masks[slot] = update.mask
 
-    def _widen_bias(self, count: int) -> None:
-        from dataclasses import replace
-
-        ids, values = self.sampling.bias_ids, self.sampling.bias_values
-        extra = count - ids.shape[1]
-        if extra > 0:
-            pad = torch.nn.functional.pad
-            self.sampling = replace(self.sampling, bias_ids=pad(ids, (0, extra)), bias_values=pad(values, (0, extra)))
+    def _list(self, slot: int, name: str, values: Mapping[int, float]) -> None:
+        """Write {token id: value} of one slot; the lists of all slots grow as long as the longest."""
+        ids_name, values_name = f"{name}_ids", f"{name}_values"
+        ids, numbers = getattr(self.sampling, ids_name), getattr(self.sampling, values_name)
+        if (extra := len(values) - ids.shape[1]) > 0:
+            ids, numbers = (torch.nn.functional.pad(each, (0, extra)) for each in (ids, numbers))
+            changed: dict[str, Any] = {ids_name: ids, values_name: numbers}
+            self.sampling = replace(self.sampling, **changed)
+        numbers[slot].zero_()
+        if values:
+            ids[slot, : len(values)] = to_device(list(values), torch.int64, self.device)
+            numbers[slot, : len(values)] = to_device(list(values.values()), torch.float32, self.device)

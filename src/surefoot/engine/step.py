@@ -16,7 +16,7 @@ from surefoot.cache.flat_batch import FlatBatch
 from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Draft, DraftContext, Drafter
 from surefoot.engine.clock import Laps, ignore
-from surefoot.engine.distribution import BlockSampler, processed
+from surefoot.engine.distribution import BlockSampler, DraftVocabulary, processed
 from surefoot.engine.graphs import TargetRunner
 from surefoot.engine.layout import check_layout
 from surefoot.engine.logprobs import target_logprobs
@@ -56,8 +56,7 @@ class DecodeStep:
         self.confidence, self.gamma = confidence, gamma
         self.check_layout, self.reads_are_free = check_layout, reads_are_free
         self.sources = drafter.sources if drafter else ()
-        vocabulary = drafter.vocabulary if drafter else None
-        self.vocabulary_end = None if vocabulary is None else int(vocabulary.max()) + 1
+        self.vocabulary = DraftVocabulary.of(drafter.vocabulary if drafter else None)
         # Where the host may write to the tables, the same memory as arrays: that takes a fifth of the time.
         self._tables = [table.numpy() if reads_are_free else table for table in cache.block_tables]
         self.laps: Callable[[], Laps] | None = None  # starts the clock of a step; None: nobody watches
@@ -90,10 +89,10 @@ class DecodeStep:
             verdict,
             confidence,
             target_logprobs(inputs.flags.logprobs, output.logits, batch, self.state.history),
-            sources=self.sources,
-            rows=batch.num_rows,
-            replayed=self.runner.replayed,
-            laps=laps,
+            self.sources,
+            batch.num_rows,
+            self.runner.replayed,
+            laps,
         )
 
     def _draft(self, inputs: StepInputs, requests: StepRequests) -> tuple[Draft, Proposal]:
@@ -110,12 +109,12 @@ class DecodeStep:
             lengths,
             requests.steps[:drafted],
             self.gamma,
-            self.drafter.vocabulary,
-            self.vocabulary_end,
+            self.vocabulary,
         )
         context = DraftContext(slots, lengths, history, self.cache, inputs.max_length, inputs.plan.depth)
         temperature = sampler.temperatures()
         draft = replace(self.drafter.propose(context, sampler), temperature=temperature)
+        draft = draft if draft.point_mass else sampler.sound(draft)
         if not draft.point_mass and draft.drawn is None:
             return draft, sampler.proposal  # the sampler has written the tokens
         frontier = lengths.unsqueeze(1) + torch.arange(1, self.gamma + 1, device=slots.device)
@@ -127,7 +126,7 @@ class DecodeStep:
             return None
         if self.reads_are_free and draft.lengths is not None and not draft.lengths.numpy().any():
             return None  # nothing was proposed
-        return self.confidence.confidence(draft.evidence, explored)
+        return self.confidence.confidence(draft.evidence, explored).nan_to_num(0.0)
 
     def _allocate(self, inputs: StepInputs, requests: StepRequests, draft: Draft, confidence: Tensor | None) -> Tensor:
         """Widths of the emitting requests, [E] int64; requests without a draft get 0."""
@@ -172,7 +171,7 @@ class DecodeStep:
         emitting, drafted = inputs.num_emitting, inputs.num_drafted
         slots, steps = requests.slots[:emitting], requests.steps
         if not emitting:
-            return Verdict(steps, steps)
+            return Verdict.of(steps, steps)
         if inputs.flags.greedy:
             return accept_greedy(argmax_rows(logits), anchor_row, draft.tokens, widths[:drafted])
         row_slot, positions = batch.row_slot[batch.logit_rows], batch.positions[batch.logit_rows]

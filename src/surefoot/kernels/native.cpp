@@ -361,7 +361,32 @@ Tensor gated_activation(const Tensor& gate_up_, bool gelu) {
 
 constexpr int64_t BLOCK = 4096;  // entries summed on their own; block sums are added in order, whatever the thread count
 
-// probs[L, V] float32 = softmax(logits / temperature); temperature 0 gives the point mass on the first maximum.
+// Largest entry of [begin, end) and whether all of them are below infinity: a comparison with NaN is false, which a maximum
+// that skips NaN would not notice.
+template <class T>
+std::pair<float, bool> peak_of(const T* row, int64_t begin, int64_t end) {
+  V best = splat(NONE);
+  const V limit = splat(-NONE);
+  I sound = ~I{};
+  int64_t i = begin;
+  for (; i + LANES <= end; i += LANES) {
+    const V x = read(row + i);
+    best = maximum(best, x);
+    sound &= x < limit;
+  }
+  float peak = top(best);
+  bool all = true;
+  for (int lane = 0; lane < LANES; ++lane) all &= sound[lane] != 0;
+  for (; i < end; ++i) {
+    const float x = (float)row[i];
+    peak = std::max(peak, x);
+    all &= x < -NONE;
+  }
+  return {peak, all};
+}
+
+// probs[L, V] float32 = softmax(logits / temperature); temperature 0 gives the point mass on the first maximum. Rows that hold
+// NaN or infinity, or nothing above -infinity, are all zeros.
 Tensor softmax_rows(const Tensor& logits_, const Tensor& temperature_) {
   const Tensor logits = logits_.contiguous(), temperature = temperature_.to(at::kFloat).contiguous();
   const int64_t rows = logits.size(0), size = logits.size(1), blocks = (size + BLOCK - 1) / BLOCK;
@@ -370,6 +395,7 @@ Tensor softmax_rows(const Tensor& logits_, const Tensor& temperature_) {
   float* to = probs.mutable_data_ptr<float>();
   const float* heat = temperature.const_data_ptr<float>();
   std::vector<float> peak(rows * blocks), scale(rows);
+  std::vector<char> sound_block(rows * blocks);
   std::vector<double> mass(rows * blocks);
   with_dtype(logits, [&](auto* from) {
     const auto each_block = [&](auto f) {
@@ -378,16 +404,23 @@ Tensor softmax_rows(const Tensor& logits_, const Tensor& temperature_) {
       });
     };
     each_block([&](int64_t b, int64_t row, int64_t begin, int64_t end) {
-      V best = splat(NONE);
-      int64_t i = begin;
-      for (; i + LANES <= end; i += LANES) best = maximum(best, read(from + row * size + i));
-      peak[b] = top(best);
-      for (; i < end; ++i) peak[b] = std::max(peak[b], (float)from[row * size + i]);
+      const auto [highest, sound] = peak_of(from + row * size, begin, end);
+      peak[b] = highest, sound_block[b] = sound;
     });
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t b = 1; b < blocks; ++b) peak[row * blocks] = std::max(peak[row * blocks], peak[row * blocks + b]);
+    for (int64_t row = 0; row < rows; ++row) {
+      bool sound = true;
+      for (int64_t b = 0; b < blocks; ++b) {
+        peak[row * blocks] = std::max(peak[row * blocks], peak[row * blocks + b]);
+        sound &= sound_block[row * blocks + b] != 0;
+      }
+      if (!sound) peak[row * blocks] = NONE;
+    }
     each_block([&](int64_t b, int64_t row, int64_t begin, int64_t end) {
       const float highest = peak[row * blocks];
+      if (highest == NONE) {
+        std::fill(to + row * size + begin, to + row * size + end, 0.f);
+        return;
+      }
       const V inverse = splat(1.f / heat[row]);
       V lanes{};
       for (int64_t i = begin; i < end; i += LANES) {
@@ -400,6 +433,7 @@ Tensor softmax_rows(const Tensor& logits_, const Tensor& temperature_) {
       mass[b] = sum(lanes);
     });
     for (int64_t row = 0; row < rows; ++row) {
+      if (peak[row * blocks] == NONE) continue;
       double all = 0;
       for (int64_t b = 0; b < blocks; ++b) all += mass[row * blocks + b];
       scale[row] = (float)(1 / all);
@@ -410,36 +444,36 @@ Tensor softmax_rows(const Tensor& logits_, const Tensor& temperature_) {
       }
       scale[row] = 1;
     }
-    each_block([&](int64_t, int64_t row, int64_t begin, int64_t end) {
+    each_block([&](int64_t, int64_t row, int64_t begin, int64_t end) {  // zeros stay zeros: scale is 0 there
       for (int64_t i = begin; i < end; ++i) to[row * size + i] *= scale[row];
     });
   });
   return probs;
 }
 
-// First index of the largest logit of every row: [L, V] -> [L] int64.
+// First index of the largest logit of every row: [L, V] -> [L] int64; -1 for a row that holds NaN or infinity, or nothing above
+// -infinity.
 Tensor argmax_rows(const Tensor& logits_) {
   const Tensor logits = logits_.contiguous();
   const int64_t rows = logits.size(0), size = logits.size(1), blocks = (size + BLOCK - 1) / BLOCK;
   Tensor index = at::empty({rows}, logits.options().dtype(at::kLong));
   int64_t* to = index.mutable_data_ptr<int64_t>();
   std::vector<float> peak(rows * blocks);
+  std::vector<char> sound(rows * blocks);
   with_dtype(logits, [&](auto* from) {
     split(rows * blocks, rows * size, [&](int64_t first, int64_t last) {
       for (int64_t b = first; b < last; ++b) {
-        const auto* row = from + b / blocks * size;
         const int64_t begin = b % blocks * BLOCK, end = std::min(size, begin + BLOCK);
-        V best = splat(NONE);
-        int64_t i = begin;
-        for (; i + LANES <= end; i += LANES) best = maximum(best, read(row + i));
-        peak[b] = top(best);
-        for (; i < end; ++i) peak[b] = std::max(peak[b], (float)row[i]);
+        const auto [highest, all] = peak_of(from + b / blocks * size, begin, end);
+        peak[b] = highest, sound[b] = all;
       }
     });
     for (int64_t r = 0; r < rows; ++r) {
       const float* peaks = peak.data() + r * blocks;
       const int64_t block = std::max_element(peaks, peaks + blocks) - peaks;  // the first of equals
-      to[r] = 0;
+      to[r] = -1;
+      if (peaks[block] == NONE || !std::all_of(sound.data() + r * blocks, sound.data() + (r + 1) * blocks, [](char s) { return s; }))
+        continue;
       for (int64_t i = block * BLOCK; i < std::min(size, (block + 1) * BLOCK); ++i)
         if ((float)from[r * size + i] == peaks[block]) {
           to[r] = i;

@@ -39,22 +39,26 @@ void each_row(int64_t rows, int64_t work, F f) {
 
 inline float greater(float a, float b) { return a > b ? a : b; }
 
-// to = base + bias, and the index of its first largest entry. `bias` null: base alone.
+// to = base + bias, and the index of its first largest entry; -1 where NaN or infinity is among them, or nothing above
+// -infinity. `bias` null: base alone.
 template <class A, class B>
 int64_t corrected(const A* base, const B* bias, float* to, int64_t size) {
   float best[WIDE];
+  int32_t unsound[WIDE] = {};
   std::fill_n(best, WIDE, NONE);
   const auto take = [&](int64_t i, int lane) {
     const float v = bias ? (float)base[i] + (float)bias[i] : (float)base[i];
     to[i] = v;
     best[lane] = greater(best[lane], v);
+    unsound[lane] |= !(v < -NONE);
   };
   int64_t i = 0;
   for (; i + WIDE <= size; i += WIDE)
     for (int lane = 0; lane < WIDE; ++lane) take(i + lane, lane);
   for (; i < size; ++i) take(i, 0);
-  const int64_t index = std::find(to, to + size, *std::max_element(best, best + WIDE)) - to;
-  return index < size ? index : 0;
+  const float most = *std::max_element(best, best + WIDE);
+  if (most == NONE || std::find(unsound, unsound + WIDE, 1) != unsound + WIDE) return -1;
+  return std::find(to, to + size, most) - to;
 }
 
 template <class F>
@@ -105,8 +109,8 @@ class Copier {
 //   temperature / sharpness[k].
 //   history [S, L], slots [R], lengths [R], shares [longest match + 1], columns [V_target] (none: the identity): the logit of the
 //   copy is raised until it has its share; or none of them.
-// Returns draft ids [R, G], the largest probabilities [R, G] of the corrected logits at temperature 1, and the distributions
-// [R, G, V] that were drawn from ([0] without draws).
+// Returns draft ids [R, G] (-1 where logits hold NaN or infinity, or nothing above -infinity), the largest probabilities [R, G] of
+// the corrected logits at temperature 1, and the distributions [R, G, V] that were drawn from ([0] without draws).
 std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor& anchors, const optional<Tensor>& table_,
                                                const optional<c10::intrusive_ptr<Product>>& product_,
                                                const optional<Tensor>& vocabulary_, const optional<Tensor>& temperature,
@@ -185,8 +189,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
       const float share = shares.const_data_ptr<float>()[match];
       TORCH_CHECK(!columns_ || token < columns.numel(), "token ", token, " has no column");
       const int64_t column = token < 0 || !columns_ ? token : columns.const_data_ptr<int64_t>()[token];
-      if (share == 0 || column < 0 || column >= size) continue;
       int64_t& chosen = id[r * length + k];
+      if (share == 0 || column < 0 || column >= size || chosen < 0) continue;
       const float* p = plain.const_data_ptr<float>() + r * size;
       const float best = to[r * size + chosen];
       float* logit = to + r * size + column;
@@ -197,7 +201,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
     }
     if (raised) plain = softmax.call(logits, one);
     for (int64_t r = 0; r < rows; ++r)
-      largest.mutable_data_ptr<float>()[r * length + k] = plain.const_data_ptr<float>()[r * size + id[r * length + k]];
+      largest.mutable_data_ptr<float>()[r * length + k] =
+          plain.const_data_ptr<float>()[r * size + std::max<int64_t>(id[r * length + k], 0)];
     if (drawn) {
       Tensor q = softmax.call(logits, sharpness ? at::div(*temperature, sharpness->select(0, k)) : *temperature);
       if (filtered) filter.call(q, top_k, top_p, min_p);
@@ -205,8 +210,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_block(const Tensor& base_, const Tensor
       ids.select(1, k).copy_(sample.call(q, uniforms->select(1, k)));
     }
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t drawn = std::max<int64_t>(0, id[r * length + k]);  // -1: nothing to draw from; the caller sees it in `ids`
-      before[r] = vocabulary_ ? vocabulary.const_data_ptr<int64_t>()[drawn] : drawn;
+      const int64_t chosen = std::max<int64_t>(id[r * length + k], 0);  // -1: nothing to draw from; any token goes on
+      before[r] = vocabulary_ ? vocabulary.const_data_ptr<int64_t>()[chosen] : chosen;
       if (history) copiers[r].append(before[r]);
     }
   }
@@ -226,9 +231,19 @@ double total(const float* p, int64_t size) {
   return sum;
 }
 
-// Forgets what is below `threshold` and gives its mass to the rest.
+// Drops what is below `threshold` and gives its mass to the rest. A lone survivor gets exactly 1, which a product with the
+// rounded reciprocal of its mass may miss; a row without mass stays one.
 void keep_from(float threshold, float* p, int64_t size) {
-  for (int64_t i = 0; i < size; ++i) p[i] = p[i] >= threshold ? p[i] : 0.f;
+  int64_t kept = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    p[i] = p[i] >= threshold ? p[i] : 0.f;
+    kept += p[i] > 0;
+  }
+  if (!kept) return;
+  if (kept == 1) {
+    for (int64_t i = 0; i < size; ++i) p[i] = p[i] > 0 ? 1.f : 0.f;
+    return;
+  }
   const float scale = (float)(1 / total(p, size));
   for (int64_t i = 0; i < size; ++i) p[i] *= scale;
 }

@@ -1,11 +1,10 @@
-"""Drawing a whole block left to right in one call, and the filters of a distribution in one pass each (`sequential.cpp`)."""
+"""Drawing a whole block left to right in one call (`sequential.cpp`)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from surefoot.kernels import native
 from surefoot.kernels.linear import PackedLinear
 
 
@@ -42,7 +41,7 @@ def draft_block(
             identity): logits are raised as by `drafters.copying`. None: nothing is copied.
 
     Returns:
-        ids: [R, G] int64, drawn columns.
+        ids: [R, G] int64, drawn columns; -1 where the logits hold NaN or infinity: then token 0 stands for x_k.
         largest: [R, G] float32, largest probability of the corrected logits at temperature 1.
         probs: [R, G, V] float32, the very distributions that were drawn from; None without `temperature`.
     """
@@ -52,46 +51,3 @@ def draft_block(
         *(copying or (None,) * 5),
     )  # fmt: skip
     return ids, largest, None if temperature is None else probs
-
-
-def filter_rows(
-    probs: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None, min_p: Tensor | None = None
-) -> Tensor:
-    """Top-k, then top-p, then min-p, each followed by renormalisation; what ties with the last one kept is kept.
-
-    Args:
-        probs: [N, V] float32 rows of sum 1. May be overwritten.
-        top_k: [N] int64; 0 keeps everything.
-        top_p: [N] in (0, 1]; the smallest set of the likeliest that holds this much; 1 keeps everything.
-        min_p: [N] in [0, 1]; as a share of the largest probability; 0 keeps everything.
-
-    Returns:
-        [N, V] float32.
-    """
-    if native.usable(probs) and probs.dtype == torch.float32 and probs.is_contiguous():
-        torch.ops.surefoot.filter_rows_(probs, top_k, top_p, min_p)
-        return probs
-    return filter_rows_reference(probs, top_k, top_p, min_p)
-
-
-def filter_rows_reference(
-    probs: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None, min_p: Tensor | None = None
-) -> Tensor:
-    """`filter_rows` in plain torch."""
-
-    def keep(probs: Tensor, kept: Tensor) -> Tensor:
-        probs = torch.where(kept, probs, 0.0)
-        return probs / probs.sum(-1, keepdim=True)
-
-    if top_k is not None:
-        rank = torch.where(top_k > 0, top_k, probs.shape[-1]).clamp(max=probs.shape[-1]) - 1
-        threshold = probs.sort(-1, descending=True).values.gather(-1, rank.unsqueeze(-1))
-        probs = keep(probs, probs >= threshold)
-    if top_p is not None:
-        ordered = probs.sort(-1, descending=True).values
-        before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-        last = (before < top_p.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1) - 1
-        probs = keep(probs, (probs >= ordered.gather(-1, last)) | (top_p >= 1).unsqueeze(-1))
-    if min_p is not None:
-        probs = keep(probs, probs >= probs.amax(-1, keepdim=True) * min_p.unsqueeze(-1))
-    return probs

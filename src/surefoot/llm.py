@@ -281,9 +281,10 @@ class LLM:
         seconds: float = 14.0,
         progress: Callable[[float], None] | None = None,
         path: str | Path | None = None,
+        announce: Callable[[float], None] | None = None,
     ) -> Profile:
         """`profile_and_save` of the engine: measure what a step costs, plan with that, and save it for later starts."""
-        return self.loop.measure(lambda engine, show: profile_and_save(engine, seconds, show, path), progress)
+        return self.loop.measure(lambda engine, show: profile_and_save(engine, seconds, show, path, announce), progress)
 
     def close(self) -> None:
         """Cancel what still runs, close the trace, and give the memory back. May be called again."""

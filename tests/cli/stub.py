@@ -104,10 +104,17 @@ class StubLLM:
     def lacks_cost_table(self) -> bool:
         return self.script.lacks_cost_table
 
-    def profile(self, seconds: float, progress: Callable[[float], None]) -> Any:
+    def profile(
+        self,
+        seconds: float,
+        progress: Callable[[float], None],
+        path: Any = None,
+        announce: Callable[[float], None] = lambda seconds: None,
+    ) -> Any:
+        announce(2 * seconds)
         progress(1.0)
         self.script.profiled.append(seconds)
-        return SimpleNamespace(seconds=seconds, unsteady=self.script.unsteady)
+        return SimpleNamespace(seconds=seconds, unsteady=self.script.unsteady, kept=None)
 
     def stream(self, prompt: Any, params: SamplingParams) -> StubStream:
         if (reason := self.script.refuse(prompt)) is not None:

@@ -165,7 +165,7 @@ def test_costs_are_measured_once_where_nobody_has(run: Callable[..., Any], scrip
 def test_costs_that_cannot_be_saved_are_used_all_the_same(
     run: Callable[..., Any], script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def profile(self: StubLLM, seconds: float, progress: Callable[[float], None]) -> Any:
+    def profile(self: StubLLM, seconds: float, progress: Callable[[float], None], **options: Any) -> Any:
         raise SurefootError("cannot write cost-tables/x.json: File exists")
 
     script.lacks_cost_table = True

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json as json_module
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,8 +93,21 @@ def describe(
         with contextlib.suppress(DrafterError):  # a hub id that is no target may be a drafter
             return _describe_drafter(checkpoint, None)
         raise
-    facts = {"role": "target", **dataclasses.asdict(described)}
+    facts = {"role": "target", **dataclasses.asdict(described), "cost_tables": _cost_tables(checkpoint)}
     return facts, [] if described.servable else [str(described.reason)]
+
+
+def _cost_tables(checkpoint: str) -> list[str]:
+    """What `surefoot profile` has saved for engines of this target, and how steady it was."""
+    from surefoot.engine.fingerprint import tables_of_model
+
+    return [
+        "drafter {drafter}, gamma {gamma}, {max_num_seqs} requests, {threads} threads".format_map(
+            defaultdict(lambda: "?", table.fingerprint)
+        )
+        + f": {table.steadiness}"
+        for table in tables_of_model((checkpoint, Path(checkpoint).name))
+    ]
 
 
 def is_drafter(checkpoint: str) -> bool:
@@ -209,5 +222,5 @@ def readable(name: str, value: Any) -> str:
     if isinstance(value, float):
         return " ".join([f"{value:.1f}", *(unit for ending, unit in _UNITS.items() if name.endswith(ending))])
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
+        return ("\n" if name == "cost_tables" else ", ").join(map(str, value))
     return str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,15 +12,13 @@ import typer
 from surefoot.cli import options
 from surefoot.cli.progress import progress_bar
 from surefoot.cli.report import note, print_json
-from surefoot.errors import SurefootError
+from surefoot.errors import ConfigurationError, SurefootError
 
 if TYPE_CHECKING:
     from surefoot.llm import LLM
     from surefoot.profiling.profile import Profile
 
 QUICK_SECONDS, LONGER_SECONDS = 6.0, 18.0
-UNSTEADY = 0.25
-"""Share of points whose repeats differ widely from which on the user is told."""
 
 
 def register(app: typer.Typer) -> None:
@@ -44,15 +43,33 @@ def profile(
         Path | None,
         typer.Option("--output", "-o", help="Save here.", show_default="where generate, demo and serve look"),
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--import", help="Save this file of another engine as the cost table, without measuring."),
+    ] = None,
+    destination: Annotated[
+        Path | None,
+        typer.Option(
+            "--export", help="Write the saved cost table here for another engine; measure it if there is none."
+        ),
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option("--format", help="Of the imported or exported file: sglang or tensorrt-llm.")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", min=0, help="Cached tokens per request of exported times.", show_default="shortest"),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Measure the cost table of an engine in its real step loop and save it under the engine's fingerprint."""
+    _check_exchange(source, destination, form, context)
     llm = options.load_llm(
         model,
         drafter=drafter,
         gamma=gamma,
         width="auto",
-        cost_table="none",
+        cost_table="none" if destination is None else "auto",
         device=device,
         dtype=dtype,
         threads=threads,
@@ -60,10 +77,17 @@ def profile(
         trust_remote_code=trust_remote_code,
         max_num_seqs=max_num_seqs,
     )
+    if source is not None and form is not None:
+        _import(llm, source, form, output, json)
+        return
+    if destination is not None and form is not None:
+        measure_missing(llm, "auto")
+        _export(llm, destination, form, context, json)
+        return
     from surefoot.engine.fingerprint import table_path
 
     with progress_bar("profiling") as show:
-        found = llm.profile(seconds, show, output)
+        found = llm.profile(seconds, show, output, partial(note_duration, seconds))
     path = output or table_path(found.table.fingerprint)
     if json:
         print_json(
@@ -74,6 +98,7 @@ def profile(
                 "steps": found.steps,
                 "repeats": found.repeats,
                 "unsteady": found.unsteady,
+                "saved": found.kept is None,
                 "break_even": {width: found.break_even(width) for width in range(1, found.gamma + 1)},
                 "verdict": found.verdict,
             }
@@ -81,8 +106,74 @@ def profile(
         return
     print_profile(found)
     note(f"{found.steps} steps in {found.seconds:.1f} s, each point {found.repeats[0]} to {found.repeats[1]} times")
-    note(f"saved to {path}")
+    if found.kept is None:
+        note(f"{found.table.steadiness}; saved to {path}")
     note_unsteady(found)
+    note_kept(found, path)
+
+
+def _check_exchange(source: Path | None, destination: Path | None, form: str | None, context: int | None) -> None:
+    """Refuse options of --import and --export that do not go together, before a model is loaded."""
+    if source is destination is form is context is None:
+        return
+    from surefoot.speculation.cost_formats import FOREIGN_FORMATS
+
+    known = " or ".join(FOREIGN_FORMATS)
+    if source is not None and destination is not None:
+        raise ConfigurationError("--import and --export exclude each other: run the command twice")
+    if source is None and destination is None:
+        if form is not None:
+            raise ConfigurationError("--format is of a file of another engine: give --import FILE or --export FILE")
+    elif form is None:
+        raise ConfigurationError(f"--import and --export need the format of the file: add --format {known}")
+    elif form not in FOREIGN_FORMATS:
+        raise ConfigurationError(f"--format is {form!r}; allowed: {known}")
+    if context is not None and destination is None:
+        raise ConfigurationError("--context is of --export: the other forms of the command take none")
+
+
+def _import(llm: LLM, source: Path, form: str, output: Path | None, json: bool) -> None:
+    """Take a table of another engine as the one of this engine, replacing a saved one."""
+    from dataclasses import replace
+
+    from surefoot.engine.fingerprint import table_path
+    from surefoot.errors import CostTableError
+    from surefoot.profiling.profile import engine_fingerprint
+    from surefoot.speculation.cost_formats import import_table
+    from surefoot.speculation.json_files import read_object
+
+    try:
+        foreign = import_table(read_object(source, CostTableError), form)
+    except CostTableError as problem:
+        raise CostTableError(f"{source} as {form}: {problem}") from problem
+    table = replace(foreign, fingerprint=engine_fingerprint(llm.engine))
+    path = output or table_path(table.fingerprint)
+    table.save(path)
+    if json:
+        print_json({"table": table.to_dict(), "path": path, "imported": source, "format": form})
+    note(f"{source} saved as the cost table of this engine to {path}: its times are taken as they are")
+
+
+def _export(llm: LLM, destination: Path, form: str, context: int | None, json: bool) -> None:
+    from surefoot.speculation.cost_formats import export_table
+    from surefoot.speculation.json_files import write_object
+
+    engine = llm.engine
+    table = engine.policy.costs.table
+    if table is None:
+        raise ConfigurationError(
+            "there is no cost table to export: without a drafter nothing is planned; choose one with --drafter"
+        )
+    at = table.context_lengths[0] if context is None else context
+    requests = engine.options.max_num_seqs
+    rows = requests * (engine.gamma + 1)
+    data = export_table(table, form, max_requests=requests, max_batch_tokens=rows, context=at)
+    write_object(destination, data)
+    if json:
+        print_json({"exported": destination, "format": form, "context": at, "data": data})
+    note(
+        f"{table.steadiness}; up to {requests} requests and {rows} rows at {at} cached tokens written to {destination}"
+    )
 
 
 def measure_missing(llm: LLM, cost_table: str) -> None:
@@ -93,10 +184,12 @@ def measure_missing(llm: LLM, cost_table: str) -> None:
 
 def measure_now(profile: Callable[..., Profile]) -> None:
     """Measure and save by `profile` (`LLM.profile`, or `profile_and_save` of an engine), once more where it was unsteady."""
+    from surefoot.speculation.cost import UNSTEADY
+
     note("no cost table for this engine: measuring this machine, once")
     try:
         with progress_bar("measuring") as show:
-            found = profile(QUICK_SECONDS, progress=show)
+            found = profile(QUICK_SECONDS, progress=show, announce=partial(note_duration, QUICK_SECONDS))
         if found.unsteady > UNSTEADY:
             note("something else was running: measuring again, longer")
             with progress_bar("measuring") as show:
@@ -108,8 +201,25 @@ def measure_now(profile: Callable[..., Profile]) -> None:
         note_unsteady(found)
 
 
+def note_duration(asked: float, needed: float) -> None:
+    """Say how long a measurement takes, where that is longer than was asked for."""
+    if needed > 1.2 * asked:
+        note(f"one pass over all points takes about {needed:.0f} s here")
+
+
+def note_kept(found: Profile, path: Path) -> None:
+    """Say so where a steadier table of before was not replaced."""
+    if found.kept is not None:
+        note(
+            f"the table of before stays in use, because it was steadier ({found.kept.steadiness}): "
+            f"delete {path} to replace it"
+        )
+
+
 def note_unsteady(found: Profile) -> None:
     """Say so where the machine was too busy for its figures to be trusted."""
+    from surefoot.speculation.cost import UNSTEADY
+
     if found.unsteady > UNSTEADY:
         note(
             f"the repeats of {found.unsteady:.0%} of the points lie far apart: something else was running. "

@@ -143,7 +143,7 @@ class Engine:
         return self.policy.learner.statistics
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, in plain JSON data (design.md section 7)."""
+        """Counters since the start, in plain JSON data."""
         return {
             **self.statistics.to_dict(),
             "running": len(self.scheduler.running),
@@ -160,6 +160,7 @@ class Engine:
             "drafter": self.drafter.name if self.drafter else "none",
             "gamma": self.gamma,
             "planner": self.policy.describe(),
+            "cost_table": self.policy.costs.describe(),
             "max_num_seqs": self.options.max_num_seqs,
             "max_model_len": self.max_model_len,
             "cache_bytes": self.cache.num_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,13 @@ def find_table(wanted: Mapping[str, Any]) -> CostTable | None:
     tables = [table for path in paths if (table := _read_cached(path)) is not None]
     fitting = [table for table in tables if table.fingerprint == serving(table, wanted)]
     return min(fitting, key=lambda table: table.fingerprint["max_num_seqs"], default=None)
+
+
+def tables_of_model(names: Iterable[str]) -> list[CostTable]:
+    """All saved tables of a target, under any of its names."""
+    wanted = set(names)
+    tables = map(_read_cached, sorted(tables_directory().glob("*.json")))
+    return [table for table in tables if table is not None and table.fingerprint.get("model") in wanted]
 
 
 def saved_table(path: Path, wanted: Mapping[str, Any]) -> CostTable | None:

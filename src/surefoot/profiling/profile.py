@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from surefoot.engine.engine import Engine
-from surefoot.engine.fingerprint import fingerprint, saved_table, table_path
+from surefoot.engine.fingerprint import Fingerprint, fingerprint, saved_table, table_path
 from surefoot.profiling.points import Point, points_of, visits_within
 from surefoot.profiling.step_timer import StepTimer
 from surefoot.speculation.cost import CostTable
@@ -82,6 +82,18 @@ def acceptance_for(accepted: float, gamma: int) -> float | None:
     return high
 
 
+def engine_fingerprint(engine: Engine) -> Fingerprint:
+    """What a table of this engine is found by."""
+    options = engine.options
+    return fingerprint(
+        engine.target,
+        engine.drafter,
+        max_num_seqs=options.max_num_seqs,
+        block_size=options.block_size,
+        graphs=options.graphs,
+    )
+
+
 def profile_and_save(
     engine: Engine,
     seconds: float = BUDGET_S,
@@ -141,17 +153,10 @@ def profile(
     points = points_of(lengths, options.max_num_seqs, engine.gamma, engine.runner.bucket, model_gamma)
     with StepTimer(engine) as timer:
         _measure(timer, points, budget_s, progress, announce)
-    measured = fingerprint(
-        engine.target,
-        engine.drafter,
-        max_num_seqs=options.max_num_seqs,
-        block_size=options.block_size,
-        graphs=options.graphs,
-    )
     counts = timer.counts.values()
     padded = any(engine.runner.bucket(size) > size for size in range(1, 33))
     return Profile(
-        timer.samples.table(measured, model_gamma or engine.gamma, padded),
+        timer.samples.table(engine_fingerprint(engine), model_gamma or engine.gamma, padded),
         engine.gamma,
         time.perf_counter() - start,
         sum(counts),

@@ -212,6 +212,13 @@ class CostTable:
             return above
         return above if tokens * tokens > buckets[above - 1] * buckets[above] else above - 1
 
+    @property
+    def steadiness(self) -> str:
+        """How far to trust the measurement, in words."""
+        if self.unsteady is None:
+            return "steadiness not known"
+        return f"{self.unsteady:.0%} of the points unsteady"
+
     def replaces(self, saved: CostTable | None) -> bool:
         """Whether this newly measured table should replace `saved`: not if it is unsteady, and more so than that one.
 

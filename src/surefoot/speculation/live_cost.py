@@ -6,6 +6,8 @@ One engine has one `LiveCost`. Its planners, its drafter's choice of a source an
 
 from __future__ import annotations
 
+from typing import Any
+
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.drift import Correction, DriftTracker, Rescale
 
@@ -28,6 +30,16 @@ class LiveCost:
     def table(self) -> CostTable | None:
         """The table to plan with; None where nothing has been measured."""
         return self._table
+
+    def describe(self) -> dict[str, Any] | None:
+        """The table in use, as JSON data; None without one."""
+        if self._table is None:
+            return None
+        return {
+            "steadiness": self._table.steadiness,
+            "unsteady": self._table.unsteady,
+            "changes": self.version,  # by drift, or by a new measurement
+        }
 
     def use(self, table: CostTable | None) -> None:
         """Replace the table, for instance by one just measured. Drift is tracked anew, relative to it."""

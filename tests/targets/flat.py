@@ -122,7 +122,7 @@ class FlatRunner:
     def batch(
         self, pieces: Sequence[tuple[int, int, Sequence[int]]], padding: int = 0, rows: Tensor | None = None
     ) -> FlatBatch:
-        """A batch of (state slot, first position, token ids) pieces, with `padding` rows behind them."""
+        """A batch of (state slot, first position, token ids) pieces, followed by `padding` rows."""
         ids = [t for _, _, tokens in pieces for t in tokens]
         slots = [s for s, _, tokens in pieces for _ in tokens]
         positions = [start + i for _, start, tokens in pieces for i in range(len(tokens))]

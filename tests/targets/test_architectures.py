@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from surefoot.targets.attention import PagedStep
 
@@ -17,6 +18,8 @@ NEVER = {"DIFFERS", "FAILED"}
 
 @pytest.mark.parametrize("model_type", SERVED)
 def test_an_architecture_answers_as_the_stock_model(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {model_type}")
     assert line(examine(model_type)) == line(Row(model_type, type(tiny(model_type)).__name__, "equal"))
 
 

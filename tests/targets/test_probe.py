@@ -55,6 +55,8 @@ def tiny(kind: str, **changes: Any) -> Any:
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_reason(kind, changes, reason):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
     with pytest.raises(ModelError, match=reason) as caught:
         Target(AutoModelForCausalLM.from_config(tiny(kind, **changes)))
     assert "\n" not in str(caught.value)

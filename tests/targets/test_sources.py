@@ -25,7 +25,7 @@ from surefoot.targets.sources import ALIASES, Alias, locate, prepare
 
 from .flat import FlatRunner, random_model
 
-_HIDDEN, _WORDS = 32, 300
+_HIDDEN, _VOCABULARY = 32, 300
 
 
 def write_gguf(
@@ -63,19 +63,21 @@ def write_gguf(
     merges = [f"{a} {b}" for a, b in itertools.pairwise(letters[:41])]
     merged = [merge.replace(" ", "") for merge in merges]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    words = letters + merged + [f"<|unused{i}|>" for i in range(_WORDS - len(letters) - len(merged) - 3)] + special
+    tokens = (
+        letters + merged + [f"<|unused{i}|>" for i in range(_VOCABULARY - len(letters) - len(merged) - 3)] + special
+    )
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(words)
-    writer.add_token_types([1] * (_WORDS - 3) + [3] * 3)
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (_VOCABULARY - 3) + [3] * 3)
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(_WORDS - 1)
-    writer.add_bos_token_id(_WORDS - 3)
-    writer.add_pad_token_id(_WORDS - 3)
+    writer.add_eos_token_id(_VOCABULARY - 1)
+    writer.add_bos_token_id(_VOCABULARY - 3)
+    writer.add_pad_token_id(_VOCABULARY - 3)
     writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
-    shapes = {"token_embd.weight": (_WORDS, _HIDDEN), "output_norm.weight": (_HIDDEN,)}
+    shapes = {"token_embd.weight": (_VOCABULARY, _HIDDEN), "output_norm.weight": (_HIDDEN,)}
     if not tied:
-        shapes["output.weight"] = (_WORDS, _HIDDEN)
+        shapes["output.weight"] = (_VOCABULARY, _HIDDEN)
     for i in range(2):
         shapes |= {
             f"blk.{i}.attn_norm.weight": (_HIDDEN,),
@@ -156,9 +158,9 @@ def leftovers(cache: Path) -> list[str]:
 
 def test_an_alias_is_converted_once_and_loads(wheels, own_cache):
     target = load_target("tiny", quiet=True)
-    assert target.vocab_size == _WORDS
+    assert target.vocab_size == _VOCABULARY
     assert target.dtype == torch.bfloat16
-    assert target.eos_token_ids == {_WORDS - 1, _WORDS - 3}  # <|im_end|> as stated, <|endoftext|> by its name
+    assert target.eos_token_ids == {_VOCABULARY - 1, _VOCABULARY - 3}  # <|im_end|> as stated, <|endoftext|> by its name
     assert target.tokenizer.chat_template
     assert target.tokenizer.decode(target.tokenizer("a b, c")["input_ids"]) == "a b, c"
     assert leftovers(own_cache) == [wheels.directory.name]
@@ -186,7 +188,7 @@ def test_a_converted_gguf_computes_what_transformers_computes_from_it(gguf_file)
         dtype=torch.bfloat16,
     ).float()  # fmt: skip
     target = load_target(str(gguf_file), dtype="float32", quiet=True)
-    assert target.embed_tokens.weight is not target.lm_head.weight  # a user's file is not tied behind his back
+    assert target.embed_tokens.weight is not target.lm_head.weight  # a user's file is not tied unasked
     runner, ids = FlatRunner(target), list(range(5, 20))
     logits = target.forward(runner.batch([(0, 0, ids)]), runner.cache).logits
     with torch.no_grad():
@@ -229,7 +231,7 @@ def test_an_interrupted_conversion_leaves_nothing(wheels, own_cache, monkeypatch
         with pytest.raises(interrupt):
             load_target("tiny", quiet=True)
     assert leftovers(own_cache) == []
-    assert load_target("tiny", quiet=True).vocab_size == _WORDS
+    assert load_target("tiny", quiet=True).vocab_size == _VOCABULARY
 
 
 def test_two_conversions_at_once_both_succeed(wheels, own_cache, monkeypatch):
@@ -505,7 +507,7 @@ def test_description_agrees_with_the_loaded_target(checkpoint, wheels):
 
 def test_a_gguf_is_described_from_its_header(gguf_file, own_cache):
     described = describe_target(str(gguf_file))
-    assert (described.num_layers, described.vocab_size, described.servable) == (2, _WORDS, True)
+    assert (described.num_layers, described.vocab_size, described.servable) == (2, _VOCABULARY, True)
     assert leftovers(own_cache) == []
 
 

@@ -39,7 +39,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def test_ragged_prefill_and_decode_equal_the_stock_model(pair):
-    """Prefill in chunks, then blocks of rows behind an anchor, of different requests in shared passes with padding."""
+    """Prefill in chunks, then blocks of an anchor and drafts, of different requests in shared passes with padding."""
     stock, target = pair
     runner, tokens = FlatRunner(target), sequences()
     passes = [

@@ -26,7 +26,7 @@ TINY = {
 @pytest.mark.parametrize("int8", [False, True])
 def test_it_prints_both_arms(monkeypatch, capsys, int8) -> None:
     monkeypatch.setitem(benchmark.SHAPES, "gemma3-270m", TINY)
-    command = ["benchmark", "--model", "gemma3-270m", "--words", "50", "--rank", "4", "--repeats", "1"]
+    command = ["benchmark", "--model", "gemma3-270m", "--draft-vocabulary", "50", "--rank", "4", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", command + ["--requests", "2"] + ["--int8"] * int8)
     benchmark.main()
     printed = capsys.readouterr().out
@@ -40,7 +40,7 @@ def test_both_arms_draft_the_same() -> None:
     for packed in (False, True):
         torch.manual_seed(0)
         with torch.inference_mode():
-            drafter = benchmark.random_drafter(TINY, words=50, rank=4, int8=False)
+            drafter = benchmark.random_drafter(TINY, draft_vocabulary=50, rank=4, int8=False)
             drafter.model.pack() if packed else benchmark.pack_one_by_one(drafter.model)
             torch.manual_seed(1)
             scene = benchmark.Scene(drafter, 3, benchmark.BlockSampler if packed else benchmark.TokenSampler)

@@ -143,6 +143,23 @@ def test_int8_storage_halves_the_file_and_keeps_the_weights(tmp_path) -> None:
         assert ((again.model.own_tensors()[name] - tensor).abs() <= 0.501 * step).all(), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_int8_weights_are_saved_again_as_they_lay_there(tmp_path, dtype) -> None:
+    """Loaded in bfloat16 too, where quantising the rounded weights again would change values and scales."""
+    save_drafter(make(weight_storage="int8", hidden_size=64), tmp_path / "first")
+    loaded = load_drafter(tmp_path / "first", dtype=dtype)
+    with torch.no_grad():
+        loaded.model.fc.weight.mul_(1.5)  # trained since
+    save_drafter(loaded, tmp_path / "second")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    changed = {name for name in first if first[name].dtype in (torch.int8, torch.float32)}
+    changed = {name for name in changed if name + "_scale" in first or name.endswith("_scale")}
+    changed = {name for name in changed if not torch.equal(first[name], second[name])}
+    assert changed - {"fc.weight"} == {"fc.weight_scale"}
+    torch.testing.assert_close(second["fc.weight_scale"], 1.5 * first["fc.weight_scale"], rtol=0.01, atol=0)
+
+
 def test_shards(saved) -> None:
     tensors = load_file(saved / "model.safetensors")
     names = sorted(tensors)

@@ -72,14 +72,14 @@ class TokenSampler:
 
     def draw(self, k: int, logits: Tensor, sharpness: Tensor | None = None) -> Tensor:
         if self.how.temperature is None or self.how.uniforms is None:
-            return self._words(argmax_rows(logits))
+            return self._target_ids(argmax_rows(logits))
         temperature = self.how.temperature if sharpness is None else self.how.temperature / sharpness
-        return self._words(sample_rows(softmax_rows(logits, temperature), self.how.uniforms[:, k - 1]))
+        return self._target_ids(sample_rows(softmax_rows(logits, temperature), self.how.uniforms[:, k - 1]))
 
     def only(self, rows: Tensor) -> None:
         raise NotImplementedError("all requests draft here")
 
-    def _words(self, ids: Tensor) -> Tensor:
+    def _target_ids(self, ids: Tensor) -> Tensor:
         return ids if self.vocabulary is None else self.vocabulary[ids]
 
 
@@ -90,10 +90,10 @@ class BlockSampler(TokenSampler):
         return self.how
 
     def take(self, draft_ids: Tensor, probs: Tensor | None) -> Tensor:
-        return self._words(draft_ids)
+        return self._target_ids(draft_ids)
 
 
-def random_drafter(shape: dict[str, Any], *, words: int, rank: int, int8: bool) -> DSparkDrafter:
+def random_drafter(shape: dict[str, Any], *, draft_vocabulary: int, rank: int, int8: bool) -> DSparkDrafter:
     """Two layers, gamma 7, bfloat16 or stored as int8; bound to a target that is nothing but an embedding."""
     config = DSparkConfig(
         **shape,
@@ -101,12 +101,12 @@ def random_drafter(shape: dict[str, Any], *, words: int, rank: int, int8: bool) 
         block_size=7,
         mask_token_id=4,
         feature_norm=True,
-        draft_vocab_size=words,
+        draft_vocab_size=draft_vocabulary,
         markov_rank=rank,
         enable_confidence_head=True,
         confidence_head_with_markov=True,
     )
-    vocabulary = torch.randperm(config.vocab_size)[:words].sort().values
+    vocabulary = torch.randperm(config.vocab_size)[:draft_vocabulary].sort().values
     model = DSparkModel(config, vocabulary=vocabulary).requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and "norm" not in name:
@@ -169,10 +169,10 @@ class Scene:
 
     def parts(self) -> dict[str, Callable[[], object]]:
         """What is timed; the first two are whole draft passes."""
-        drafter, words = self.drafter, self.drafter.vocabulary
+        drafter, vocabulary = self.drafter, self.drafter.vocabulary
         return {
-            "draft pass, temperature 0": lambda: drafter.propose(self.context, self.sampler(BlockDraw(), words)),
-            "draft pass, temperature 1": lambda: drafter.propose(self.context, self.sampler(self.warm, words)),
+            "draft pass, temperature 0": lambda: drafter.propose(self.context, self.sampler(BlockDraw(), vocabulary)),
+            "draft pass, temperature 1": lambda: drafter.propose(self.context, self.sampler(self.warm, vocabulary)),
             "  of it the block's layers": lambda: drafter.block_hidden(self.context, self.anchor),
             "  of it the head": lambda: drafter.model.head_logits(self.hidden),
             f"context of {ACCEPTED + 1} rows each": lambda: drafter.extend(self.features, self.batch, self.cache),
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--model", choices=[*SHAPES], default="qwen2.5-coder-0.5b", help="whose drafter")
     parser.add_argument("--inner", type=int, default=None, help="width of the feed-forward (default: the target's)")
     parser.add_argument("--rank", type=int, default=128, help="of the sequential head")
-    parser.add_argument("--words", type=int, default=16384, help="of the draft vocabulary")
+    parser.add_argument("--draft-vocabulary", type=int, default=16384, help="tokens the drafter can propose")
     parser.add_argument("--int8", action="store_true", help="a drafter stored as int8 (the first arm widens it)")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--repeats", type=int, default=30, help="rounds for one request; fewer for more")
@@ -202,7 +202,8 @@ def main() -> None:
     shape = SHAPES[options.model] | ({"intermediate_size": options.inner} if options.inner else {})
     with torch.inference_mode():
         separate, served = (
-            random_drafter(shape, words=options.words, rank=options.rank, int8=options.int8) for _ in range(2)
+            random_drafter(shape, draft_vocabulary=options.draft_vocabulary, rank=options.rank, int8=options.int8)
+            for _ in range(2)
         )
         pack_one_by_one(separate.model)
         served.model.pack()

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -360,7 +360,7 @@ def _tensors_to_save(model: DSparkModel, layout: Layout) -> dict[str, Tensor]:
             tensors["lm_head.weight"] = model.lm_head.weight
     tensors = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
     if config.weight_storage != "native":
-        tensors = _quantized(tensors, formats.find(config.weight_storage))
+        tensors = _quantized(tensors, formats.find(config.weight_storage), model.unchanged())
     if model.vocabulary is not None:
         vocabulary = model.vocabulary.to("cpu")
         tensors["d2t"] = vocabulary - torch.arange(vocabulary.shape[0])
@@ -368,14 +368,18 @@ def _tensors_to_save(model: DSparkModel, layout: Layout) -> dict[str, Tensor]:
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
 
 
-def _quantized(tensors: dict[str, Tensor], format: WeightFormat) -> dict[str, Tensor]:
-    """Matrices as a format stores them; vectors and norms as they are."""
+def _quantized(
+    tensors: dict[str, Tensor], format: WeightFormat, unchanged: Mapping[str, StoredWeight]
+) -> dict[str, Tensor]:
+    """Matrices as a format stores them, those that were loaded and not changed as they lay there; the rest as it is."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or "norm" in name:
             stored[name] = tensor
         else:
-            stored |= {name + suffix: part for suffix, part in format.quantize(tensor).tensors.items()}
+            kept = unchanged.get(name)
+            matrix = kept if kept is not None and kept.format is format else format.quantize(tensor)
+            stored |= {name + suffix: part for suffix, part in matrix.tensors.items()}
     return stored
 
 

@@ -132,7 +132,9 @@ class DSparkModel(nn.Module):
         """
         if any(parameter.device.type != "cpu" for parameter in self.parameters()) or not native.available():
             return False
-        stored = self._unchanged()
+        modules: dict[str, nn.Module] = dict(self.named_modules())
+        stored = {modules[name.removesuffix(".weight")]: weight for name, weight in self.unchanged().items()}
+        self.stored = {}
         attentions = [layer.self_attn for layer in self.layers if layer.self_attn.qkv_proj is None]
         if all(type(part) is nn.Linear for each in attentions for part in each.key_value_layers) and attentions:
             self.context_proj = packed_product([part for each in attentions for part in each.key_value_layers], stored)
@@ -145,16 +147,15 @@ class DSparkModel(nn.Module):
                     setattr(parent, name, packed_product([child], stored))
         return True
 
-    def _unchanged(self) -> dict[nn.Module, StoredWeight]:
-        """The stored weights of layers that were not changed since they were loaded; they are forgotten here."""
-        modules, stored = dict(self.named_modules()), self.stored
-        self.stored = {}
-        found: dict[nn.Module, StoredWeight] = {}
-        for name, weight in stored.items():
-            layer = modules.get(name.removesuffix(".weight"))
-            if type(layer) is nn.Linear and torch.equal(layer.weight, weight.dequantize().to(layer.weight.dtype)):
-                found[layer] = weight
-        return found
+    def unchanged(self) -> dict[str, StoredWeight]:
+        """The stored matrices whose weights have not been changed since they were loaded, by name."""
+        own = self.state_dict()
+
+        def same(name: str, stored: StoredWeight) -> bool:
+            weight = own.get(name)
+            return weight is not None and torch.equal(weight.cpu(), stored.dequantize().to(weight.dtype))
+
+        return {name: stored for name, stored in self.stored.items() if same(name, stored)}
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint: the state without what belongs to the target."""

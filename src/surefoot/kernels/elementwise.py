@@ -87,10 +87,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`rotary` in plain torch."""
-    turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-    return torch.cat((turned, kept), dim=-1)
+    rotated, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    return torch.cat((rotated, kept), dim=-1)
 
 
 def gated_activation(gate_up: Tensor, activation: Activation = "silu") -> Tensor:

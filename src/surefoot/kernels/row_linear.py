@@ -18,7 +18,7 @@ class RowLinear(nn.Linear):
     """y = x Wᵀ (+ bias) for inference on CUDA, by a Triton kernel that adds every output's inputs in ascending order.
 
     Args:
-        weight: [N, K]; shared with whoever holds it, such as a tied embedding.
+        weight: [N, K]; not copied: a tied embedding keeps sharing it.
         bias: [N] or None.
         sizes: output sizes of the layers fused along N, for `split`; default one layer.
     """

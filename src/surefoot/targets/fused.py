@@ -161,7 +161,7 @@ class FusedLayer(nn.Module):
         return [attention.qkv_proj, attention.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj]
 
     def is_native(self, dtype: torch.dtype, step: Any, rotation: tuple[Tensor, Tensor]) -> bool:
-        """Whether a pass over rows of `dtype` is a matter for `in_one_call`."""
+        """Whether `in_one_call` can run a pass over rows of `dtype`."""
         one_dtype = dtype in native.DTYPES and rotation[0].dtype == self.input_layernorm.weight.dtype == dtype
         return one_dtype and isinstance(step, PagedStep) and step.stores(dtype) and not torch.compiler.is_compiling()
 
@@ -210,7 +210,7 @@ def in_one_call(
 class FusedDecoder(nn.Module):
     """Embedding, fused layers, final norm: a pass over the paged cache without what transformers does around its layers.
 
-    Before every pass transformers looks for defaults, builds masks that nobody needs here, and copies its list of layers.
+    Before every pass transformers looks for defaults, builds masks that are not needed here, and copies its list of layers.
     Here layers side by side are one native call; one that somebody listens to (for features) is called as a module. Any other
     pass goes to transformers.
     """
@@ -250,13 +250,13 @@ class FusedDecoder(nn.Module):
         if not given or not isinstance(step, PagedStep) or torch.compiler.is_compiling():
             return self._stock[0](input_ids=input_ids, position_ids=position_ids, **options)
         hidden = self.embed_tokens(input_ids)
-        turned = {kind: self.rotary_emb(hidden, position_ids, *kind) for kind in dict.fromkeys(self._rotations)}
-        layers: list[Any] = [(layer, turned[kind]) for layer, kind in zip(self.layers, self._rotations, strict=True)]
+        rotations = {kind: self.rotary_emb(hidden, position_ids, *kind) for kind in dict.fromkeys(self._rotations)}
+        layers: list[Any] = [(layer, rotations[kind]) for layer, kind in zip(self.layers, self._rotations, strict=True)]
         is_native = layers[0][0].is_native(hidden.dtype, step, layers[0][1])
         for together, some in groupby(layers, lambda item: is_native and not _is_watched(item[0])):
             if together:
-                called, rotations = zip(*some, strict=True)
-                hidden = in_one_call(called, rotations, hidden, step)
+                called, their_rotations = zip(*some, strict=True)
+                hidden = in_one_call(called, their_rotations, hidden, step)
                 continue
             for layer, rotation in some:
                 hidden = layer(hidden, position_embeddings=rotation, position_ids=position_ids, **options)
@@ -264,7 +264,7 @@ class FusedDecoder(nn.Module):
 
 
 def _is_watched(layer: nn.Module) -> bool:
-    """Whether somebody listens to a layer, or has put a `forward` of his own (a compiled one) into its place."""
+    """Whether a layer has hooks, or a `forward` of its own (a compiled one): it is then called as a module."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 

@@ -49,6 +49,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text (never out of the token ids).
         logprobs: None: none; 0: the emitted token's only; n: also those of the n likeliest tokens, at most 20 and at most
             the vocabulary.
+        prompt_logprobs: the same for the tokens of the prompt, each given those before it. Its prompt is computed in full,
+            whatever of it is cached already.
         priority: smaller is served earlier; equal priorities in order of arrival.
         gamma: most draft tokens per step for this request; None leaves the engine's gamma. 0 decodes target-only.
         speculative: False decodes this request target-only; the output is the same.
@@ -73,6 +75,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     priority: int = 0
     gamma: int | None = None
     speculative: bool = True
@@ -105,7 +108,8 @@ class SamplingParams:
         self._put("stop_token_ids", _ids(self.stop_token_ids))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative"):
             self._put(name, flag(name, getattr(self, name), RequestError))
-        self._integer("logprobs", 0, MAX_LOGPROBS, "None for none, 0 for the token's own", optional=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            self._integer(name, 0, MAX_LOGPROBS, "None for none, 0 for the token's own", optional=True)
         self._integer("priority", -LARGEST_INT64, LARGEST_INT64, "smaller is served earlier")
         self._integer("gamma", 0, LARGEST_INT32, "None leaves the engine's gamma", optional=True)
 

@@ -115,15 +115,15 @@ class BlockManager:
         self._unit = lcm(*(group.stride for group in self.groups))  # keys that end a block in every group
         self.sequences: dict[int, HeldBlocks] = {}
 
-    def admit(self, slot: int, token_ids: list[int]) -> int:
+    def admit(self, slot: int, token_ids: list[int], *, reuse: bool = True) -> int:
         """Open a sequence in `slot` and share every cached block of its prefix.
 
-        The last token is never taken from the cache: it must run to give logits.
+        The last token is never taken from the cache: it must run to give logits. Without `reuse` nothing is.
 
         Returns:
             Positions that are cached already, in every group that still needs them.
         """
-        keys = self._keys(token_ids[:-1]) if self.prefix_reuse else []
+        keys = self._keys(token_ids[:-1]) if self.prefix_reuse and reuse else []
         count = self._match(keys)
         sequence = HeldBlocks([[] for _ in self.groups], keys[:count], [0] * len(self.groups))
         for group, (spec, pool) in enumerate(zip(self.groups, self.pools, strict=True)):

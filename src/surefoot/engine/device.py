@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from surefoot.engine.logprobs import Logprobs
 from surefoot.engine.messages import StepInputs, StepOutputs
 
 Step = Callable[[StepInputs], StepOutputs]
@@ -48,6 +49,16 @@ class HostOutputs:
         self.logprobs: list[float] | None = None if logprobs is None else logprobs.chosen.tolist()
         self.top_logprobs: list[list[float]] | None = None if logprobs is None else logprobs.top.tolist()
         self.top_tokens: list[list[int]] | None = None if logprobs is None else logprobs.top_tokens.tolist()
+        prompt = outputs.prompt_logprobs
+        self.prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = (  # the token's own, and the likeliest
+            [] if prompt is None else _entries(prompt)
+        )
+
+
+def _entries(logprobs: Logprobs) -> list[tuple[float, list[tuple[int, float]]]]:
+    ranked = zip(logprobs.top_tokens.tolist(), logprobs.top.tolist(), strict=True)
+    top = [list(zip(tokens, values, strict=True)) for tokens, values in ranked]
+    return list(zip(logprobs.chosen.tolist(), top, strict=True))
 
 
 class Pending(Protocol):

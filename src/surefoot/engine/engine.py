@@ -17,13 +17,14 @@ from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Drafter
 from surefoot.engine.broadcast import send_step
 from surefoot.engine.clock import laps_for
+from surefoot.engine.collection import prompt_rows, take_prompt_logprobs, token_logprobs
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
 from surefoot.engine.graphs import TargetRunner, runner_for
 from surefoot.engine.masks import TokenMask
 from surefoot.engine.messages import StepInputs
 from surefoot.engine.options import EngineOptions
-from surefoot.engine.output import OutputEvent, OutputProcessor, TokenLogprobs, no_distribution
+from surefoot.engine.output import OutputEvent, OutputProcessor, no_distribution
 from surefoot.engine.plan import Plan
 from surefoot.engine.policy import WidthPolicy
 from surefoot.engine.request import Request, Status
@@ -352,6 +353,7 @@ class Engine:
             flags=SamplingFlags.union((part.request.flags for part in emitting), self.device.reads_are_free),
             updates=schedule.updates,
             max_length=max(part.request.num_cached + part.request.in_flight for part in parts),
+            prompt_logprobs=prompt_rows(parts),
         )
         for part in parts:
             part.request.num_launched += int(part.emits)
@@ -387,6 +389,7 @@ class Engine:
             else:
                 kept.append(0)
             row += width + 1
+        take_prompt_logprobs(launched.parts, launched.inputs, outputs)
         for part in launched.parts[launched.inputs.num_emitting :]:
             request = part.request
             if request.status is Status.RUNNING:
@@ -412,7 +415,7 @@ class Engine:
         request, accepted = part.request, outputs.accepted[index]
         drafted = index < launched.inputs.num_drafted
         tokens = [*(outputs.drafts[index][:accepted] if accepted else ()), outputs.next_token[index]]
-        event = request.output.push(tokens, _token_logprobs(request.params, tokens, row, outputs))
+        event = request.output.push(tokens, token_logprobs(request.params, tokens, row, outputs))
         if request.first_token_at is None:
             request.first_token_at, request.first_block = time.monotonic(), event.num_kept
         request.token_ids.extend(tokens[: event.num_kept])
@@ -430,21 +433,6 @@ class Engine:
         elif self._followers:
             self._release_followers(request)
         return event
-
-
-def _token_logprobs(
-    params: SamplingParams, tokens: list[int], row: int, outputs: HostOutputs
-) -> list[TokenLogprobs] | None:
-    if params.logprobs is None or outputs.logprobs is None:
-        return None
-    entries = []
-    for offset, token in enumerate(tokens):
-        top: list[tuple[int, float]] = []
-        if params.logprobs and outputs.top_tokens is not None and outputs.top_logprobs is not None:
-            ranked = zip(outputs.top_tokens[row + offset], outputs.top_logprobs[row + offset], strict=True)
-            top = list(ranked)[: params.logprobs]
-        entries.append(TokenLogprobs(token, outputs.logprobs[row + offset], top))
-    return entries
 
 
 def _model_length(target: Target, options: EngineOptions) -> int:

@@ -4,7 +4,7 @@ The key is the padded token count alone, whatever the mix of widths: lengths, sl
 graph with static buffers; on a CPU it is the eager model with native kernels, or (opt-in) compiled decoder layers.
 
 Padding rows are never mistaken for real ones: `kv_lens` 0, cache slot 0 (the scratch block), and no logit row points at them. A
-pass fills every row of its bucket, so a larger pass before it leaves nothing behind.
+pass fills every row of its bucket, so nothing of a larger pass before it is left.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class CompiledRunner(EagerRunner):
 
     def _restore(self) -> None:
         for layer in self._compiled:
-            vars(layer).pop("forward", None)  # its class's is behind it
+            vars(layer).pop("forward", None)  # uncovers its class's own
         self._compiled, self.buckets = [], ()
 
 

@@ -32,6 +32,15 @@ class WidthPlan:
     decide: Callable[[Tensor, Tensor], Decision] | None = None
 
 
+class PromptRows(NamedTuple):
+    """The rows of a prompt chunk whose log-probabilities a request wants."""
+
+    request: int  # index among the requests of the step
+    first: int  # position of the first row
+    rows: int
+    likeliest: int  # tokens wanted beside the prompt's own, at each
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """What the host decided about one step. Requests stand in the order: drafted, other emitting, prompt chunks."""
@@ -45,6 +54,17 @@ class StepInputs:
     flags: SamplingFlags = field(default_factory=SamplingFlags)
     updates: StateUpdates = field(default_factory=StateUpdates)
     max_length: int = 0  # an upper bound of the committed lengths
+    prompt_logprobs: list[PromptRows] = field(default_factory=list)
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of prompts whose log-probabilities are wanted."""
+        return sum(part.rows for part in self.prompt_logprobs)
+
+    @property
+    def prompt_likeliest(self) -> int:
+        """Likeliest tokens wanted at any of them; -1 without any."""
+        return max((part.likeliest for part in self.prompt_logprobs), default=-1)
 
 
 class StepRequests(NamedTuple):
@@ -77,7 +97,8 @@ class StepOutputs:
     verdict: Verdict  # of the E emitting requests
     confidence: Tensor | None = None  # [D, gamma] float32, calibrated
     logprobs: Logprobs | None = None
-    sources: tuple[str, ...] = ()  # names behind `draft.source`
+    prompt_logprobs: Logprobs | None = None  # of the rows in `StepInputs.prompt_logprobs`, one after the other
+    sources: tuple[str, ...] = ()  # names that `draft.source` indexes
     rows: int = 0  # rows the target ran, padding included
     replayed: bool | None = None  # whether a captured graph ran them (None: this runner captures none)
     laps: Laps | None = None  # times of the stages, where somebody watches

@@ -29,7 +29,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder shows for bytes that are not (yet) a character."""
 
 CONTEXT_TOKENS = 4
-"""Tokens decoded in front of a new one. An unfinished character has at most three bytes, hence at most three tokens,
+"""Tokens decoded before a new one. An unfinished character has at most three bytes, hence at most three tokens,
 and rules about leading spaces look one token back."""
 
 
@@ -55,7 +55,7 @@ class OutputEvent:
     stop_reason: int | str | None = None
     """The stop id or stop string that ended the request; None for an end token, a length cap or an abort."""
     num_kept: int = 0
-    """How many tokens of the block survive. Whatever lies behind them must leave the cache, the drafter's context, the
+    """How many tokens of the block survive. Whatever comes after them must leave the cache, the drafter's context, the
     prefix index and the usage figures."""
     request_id: str | None = None
     index: int = 0
@@ -69,7 +69,7 @@ class OutputProcessor:
 
     `tokenizer` is anything with the `decode` of a Hugging Face tokenizer; None serves token ids without text (then stop
     strings cannot be honoured, and are refused). `prompt_token_ids` decide how the first output token is written (some
-    tokenizers drop the space in front of the first word of a text). `max_model_len` caps prompt + output.
+    tokenizers drop the space before the first word of a text). `max_model_len` caps prompt + output.
     """
 
     def __init__(
@@ -88,6 +88,8 @@ class OutputProcessor:
         self.request_id = request_id
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self._prompt_token_ids = prompt_token_ids
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -115,6 +117,18 @@ class OutputProcessor:
     def text(self) -> str:
         """All text emitted so far."""
         return "".join(self._pieces)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether log-probs of the prompt are still missing."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self._prompt_token_ids)
+
+    def read_prompt(self, first: int, logprobs: Sequence[tuple[float, list[tuple[int, float]]]]) -> None:
+        """Take the log-probs of the tokens after positions `first`, `first` + 1 … of the prompt; known ones are skipped."""
+        for position, (logprob, top) in enumerate(logprobs, first + 1):
+            if self.prompt_logprobs is not None and position == len(self.prompt_logprobs) < len(self._prompt_token_ids):
+                entry = TokenLogprobs(self._prompt_token_ids[position], logprob, top[: self.params.prompt_logprobs])
+                self.prompt_logprobs.append(entry)
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> OutputEvent:
         """Emit one block. After the end of the request nothing is kept and nothing is emitted."""
@@ -308,7 +322,7 @@ class Detokenizer:
     """Turns token ids into the characters they complete, at constant cost per token.
 
     Text is what `tokenizer.decode` (without space clean-up, which rewrites text already sent) shows for prompt +
-    output, less the prompt. A new token is decoded behind the few tokens before it, and the difference is its text; a
+    output, less the prompt. A new token is decoded after the few tokens before it, and the difference is its text; a
     replacement character at the very end may be the beginning of a character and waits for the next token.
     `DecodeStream` of the `tokenizers` package works alike, but decodes its whole buffer again for every token until a
     valid character appears (quadratic on malformed bytes), fails where a decoder rewrites older text, and has no flush.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ def pack(
 ) -> tuple[FlatBatch, Tensor]:
     """The flat batch, and which of its logit rows is the anchor of every emitting request.
 
+    Logit rows of anchors and drafts come first, those of prompts whose log-probabilities are wanted after them.
+
     Args:
         widths: [E] int64, drafts that each emitting request verifies.
         history: [S, L] int64.
@@ -40,24 +43,38 @@ def pack(
         first = requests.lengths + requests.context
         first[inputs.num_emitting :] -= 1  # the last row of a chunk that does not emit
         cache.states.begin(requests.slots, first)
-    if not reads_are_free:
-        return pack_with_torch(inputs, requests, widths, history, cache, bucket)
-    drafts = sum(widths.tolist())
-    if not native.usable(widths):
-        return pack_with_torch(inputs, requests, widths, history, cache, bucket, drafts)
-    rows = bucket(sum(inputs.context_rows) + inputs.num_emitting + drafts)
-    table, logit_rows, anchor_row = torch.ops.surefoot.pack_rows(
-        requests.slots,
-        requests.lengths,
-        requests.context,
-        widths,
-        history,
-        cache.block_tables,
-        cache.strides,
-        cache.block_size,
-        rows,
-    )
-    return FlatBatch.of_table(cache, table, logit_rows), anchor_row
+    if not reads_are_free or not native.usable(widths):
+        drafts = sum(widths.tolist()) if reads_are_free else None
+        batch, anchor_row = pack_with_torch(inputs, requests, widths, history, cache, bucket, drafts)
+    else:
+        rows = bucket(sum(inputs.context_rows) + inputs.num_emitting + sum(widths.tolist()))
+        table, logit_rows, anchor_row = torch.ops.surefoot.pack_rows(
+            requests.slots,
+            requests.lengths,
+            requests.context,
+            widths,
+            history,
+            cache.block_tables,
+            cache.strides,
+            cache.block_size,
+            rows,
+        )
+        batch = FlatBatch.of_table(cache, table, logit_rows)
+    if inputs.prompt_logprobs:
+        counts = _rows_of_requests(requests, widths)
+        starts = counts.cumsum(0) - counts
+        wanted = [
+            starts[part.request] + torch.arange(part.rows, device=starts.device) for part in inputs.prompt_logprobs
+        ]
+        batch = replace(batch, logit_rows=torch.cat([batch.logit_rows, *wanted]))
+    return batch, anchor_row
+
+
+def _rows_of_requests(requests: StepRequests, widths: Tensor) -> Tensor:
+    """[R] int64: prompt rows, and the anchor and the drafts of those that emit."""
+    counts = requests.context.clone()
+    counts[: widths.shape[0]] += widths + 1
+    return counts
 
 
 def pack_with_torch(
@@ -83,8 +100,7 @@ def pack_with_torch(
 
     slots, lengths, context = requests.slots, requests.lengths, requests.context
     windows = widths + 1
-    counts = context.clone()  # [R] rows of each request
-    counts[:emitting] += windows
+    counts = _rows_of_requests(requests, widths)
     ends = counts.cumsum(0)
     starts = ends - counts
     row = torch.arange(rows, device=widths.device)

@@ -73,6 +73,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     cached_tokens: int  # prompt tokens of answer 0 that a prefix hit saved
     completions: list[Completion]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one entry per prompt token, None for the first
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> RequestOutput:
@@ -84,6 +85,7 @@ class RequestOutput:
             prompt_token_ids=list(first.prompt_token_ids),
             cached_tokens=first.cached_tokens,
             completions=[Completion.of(request) for request in requests],
+            prompt_logprobs=first.output.prompt_logprobs,
         )
 
     @property

@@ -110,7 +110,7 @@ class Scheduler:
     def _admit(self, request: Request, rows: int, result: Schedule) -> int:
         """Rows used; 0 when there are no blocks for it."""
         slot = self._free_slots[-1]
-        cached = self.blocks.admit(slot, request.token_ids)
+        cached = self.blocks.admit(slot, request.token_ids, reuse=not request.output.wants_prompt)
         remaining = len(request.token_ids) - cached
         wanted = min(remaining, rows, self.prefill_chunk)
         if self.blocks.reserve(slot, cached + wanted + self.frontier) is None:

@@ -19,7 +19,7 @@ from surefoot.engine.clock import Laps, ignore
 from surefoot.engine.distribution import BlockSampler, DraftVocabulary, processed
 from surefoot.engine.graphs import TargetRunner
 from surefoot.engine.layout import check_layout
-from surefoot.engine.logprobs import target_logprobs
+from surefoot.engine.logprobs import LogitRows, target_logprobs
 from surefoot.engine.messages import StepInputs, StepOutputs, StepRequests
 from surefoot.engine.packing import pack
 from surefoot.engine.state import DeviceState, to_device
@@ -77,7 +77,8 @@ class DecodeStep:
         lap("pack")
         output = self.runner.run(batch, self.cache, self.drafter.feature_layers if self.drafter else ())
         lap("target")
-        verdict = self._accept(inputs, requests, output.logits, batch, anchor_row, draft, widths, proposal)
+        rows, prompt = LogitRows.split(batch, output.logits, inputs.prompt_rows)
+        verdict = self._accept(inputs, requests, rows, anchor_row, draft, widths, proposal)
         self._commit(inputs, requests, verdict)
         lap("accept")
         if self.drafter is not None and output.features is not None:
@@ -88,7 +89,8 @@ class DecodeStep:
             widths[: inputs.num_drafted],
             verdict,
             confidence,
-            target_logprobs(inputs.flags.logprobs, output.logits, batch, self.state.history),
+            target_logprobs(inputs.flags.logprobs, rows, self.state.history),
+            target_logprobs(inputs.prompt_likeliest, prompt, self.state.history),
             self.sources,
             batch.num_rows,
             self.runner.replayed,
@@ -161,8 +163,7 @@ class DecodeStep:
         self,
         inputs: StepInputs,
         requests: StepRequests,
-        logits: Tensor,
-        batch: FlatBatch,
+        rows: LogitRows,
         anchor_row: Tensor,
         draft: Draft,
         widths: Tensor,
@@ -173,10 +174,10 @@ class DecodeStep:
         if not emitting:
             return Verdict.of(steps, steps)
         if inputs.flags.greedy:
-            return accept_greedy(argmax_rows(logits), anchor_row, draft.tokens, widths[:drafted])
-        row_slot, positions = batch.row_slot[batch.logit_rows], batch.positions[batch.logit_rows]
-        target_probs = processed(logits, self.state.sampling, inputs.flags, self.state.history, row_slot, positions + 1)
-        seeds, k = self.state.sampling.seed[slots], torch.arange(self.gamma, device=slots.device)
+            return accept_greedy(argmax_rows(rows.logits), anchor_row, draft.tokens, widths[:drafted])
+        sampling, history = self.state.sampling, self.state.history
+        target_probs = processed(rows.logits, sampling, inputs.flags, history, rows.slots, rows.positions + 1)
+        seeds, k = sampling.seed[slots], torch.arange(self.gamma, device=slots.device)
         return accept_sampled(
             target_probs,
             anchor_row,

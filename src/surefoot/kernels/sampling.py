@@ -34,11 +34,11 @@ def softmax_rows(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
 
 def softmax_rows_reference(logits: Tensor, temperature: Tensor) -> Tensor:
     """`softmax_rows` in plain torch."""
-    exact, heat = logits.float(), temperature.float()[:, None]
+    exact, divisor = logits.float(), temperature.float()[:, None]
     peak, first = exact.max(1, keepdim=True)  # NaN is larger than everything
     greedy = torch.zeros_like(exact).scatter_(1, first, 1.0)
-    warm = ((exact - peak) / torch.where(heat > 0, heat, 1)).softmax(1)
-    return torch.where(peak.isfinite(), torch.where(heat > 0, warm, greedy), 0.0)
+    sampled = ((exact - peak) / torch.where(divisor > 0, divisor, 1)).softmax(1)
+    return torch.where(peak.isfinite(), torch.where(divisor > 0, sampled, greedy), 0.0)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
@@ -96,15 +96,16 @@ def filter_rows_reference(
     """`filter_rows` in plain torch."""
     size = probs.shape[-1]
 
-    def keep(probs: Tensor, kept: Tensor) -> Tensor:
-        probs = torch.where(kept, probs, 0.0)
-        mass = probs.sum(-1, keepdim=True)
-        return probs / torch.where(mass > 0, mass, 1.0)
+    def keep(probs: Tensor, kept: Tensor, on: Tensor) -> Tensor:
+        """Rows for which the stage is off stay as they are, to the bit."""
+        left = torch.where(kept, probs, 0.0)
+        mass = left.sum(-1, keepdim=True)
+        return torch.where(on.unsqueeze(-1), left / torch.where(mass > 0, mass, 1.0), probs)
 
     if top_k is not None:
         ordered = probs.topk(min(largest_k or size, size), dim=-1).values
         last = (top_k - 1).clamp(0, ordered.shape[-1] - 1).unsqueeze(-1)
-        probs = keep(probs, (probs >= ordered.gather(-1, last)) | (top_k <= 0).unsqueeze(-1))
+        probs = keep(probs, probs >= ordered.gather(-1, last), top_k > 0)
     if top_p is not None:
         count = min(NUCLEUS_CANDIDATES, size)
         ordered = probs.topk(count, dim=-1).values
@@ -113,9 +114,9 @@ def filter_rows_reference(
             ordered = probs.sort(dim=-1, descending=True).values
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
         last = (before < top_p.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1) - 1
-        probs = keep(probs, (probs >= ordered.gather(-1, last)) | (top_p >= 1).unsqueeze(-1))
+        probs = keep(probs, probs >= ordered.gather(-1, last), top_p < 1)
     if min_p is not None:
-        probs = keep(probs, probs >= probs.amax(-1, keepdim=True) * min_p.unsqueeze(-1))
+        probs = keep(probs, probs >= probs.amax(-1, keepdim=True) * min_p.unsqueeze(-1), min_p > 0)
     return probs
 
 

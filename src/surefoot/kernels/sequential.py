@@ -29,7 +29,7 @@ def draft_block(
 
     Args:
         base: [R, G, V] bfloat16 or float32, logits before the correction.
-        anchors: [R] int64, target ids in front of the blocks.
+        anchors: [R] int64, target ids before the blocks.
         correction: W1 [V_target, r] and the packed W2: position k gets W2 W1[x_{k-1}] on top, rounded as the layer
             rounds it and added in float32. None: nothing.
         vocabulary: [V] int64, target id of each column (None: identity).

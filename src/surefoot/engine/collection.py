@@ -1,0 +1,42 @@
+"""From a step's log-probabilities to the entries of its requests."""
+
+from __future__ import annotations
+
+from surefoot.engine.device import HostOutputs
+from surefoot.engine.messages import PromptRows, StepInputs
+from surefoot.engine.output import TokenLogprobs
+from surefoot.engine.scheduler import Scheduled
+from surefoot.sampling import SamplingParams
+
+
+def prompt_rows(parts: list[Scheduled]) -> list[PromptRows]:
+    """The chunks of a step whose requests want log-probabilities of their prompt."""
+    return [
+        PromptRows(index, part.request.num_cached, part.context_rows, part.request.params.prompt_logprobs or 0)
+        for index, part in enumerate(parts)
+        if part.context_rows and part.request.output.wants_prompt
+    ]
+
+
+def take_prompt_logprobs(parts: list[Scheduled], inputs: StepInputs, outputs: HostOutputs) -> None:
+    """Hand what a step computed about prompts to their requests."""
+    row = 0
+    for chunk in inputs.prompt_logprobs:
+        found = outputs.prompt_logprobs[row : row + chunk.rows]
+        parts[chunk.request].request.output.read_prompt(chunk.first, found)
+        row += chunk.rows
+
+
+def token_logprobs(
+    params: SamplingParams, tokens: list[int], row: int, outputs: HostOutputs
+) -> list[TokenLogprobs] | None:
+    if params.logprobs is None or outputs.logprobs is None:
+        return None
+    entries = []
+    for offset, token in enumerate(tokens):
+        top: list[tuple[int, float]] = []
+        if params.logprobs and outputs.top_tokens is not None and outputs.top_logprobs is not None:
+            ranked = zip(outputs.top_tokens[row + offset], outputs.top_logprobs[row + offset], strict=True)
+            top = list(ranked)[: params.logprobs]
+        entries.append(TokenLogprobs(token, outputs.logprobs[row + offset], top))
+    return entries

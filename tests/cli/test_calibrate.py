@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.drafters.calibrations import CALIBRATION_FILE
+from surefoot.drafters.locations import CALIBRATION_FILE
 from surefoot.speculation.calibration import Calibration
 from tests.cli.conftest import strict_json
 

@@ -110,7 +110,7 @@ def test_evaluate_prints_the_card_and_refuses_what_was_trained_on(
 def test_a_shipped_drafter_is_evaluated_by_its_name(
     surefoot: Invoke, checkpoints: Path, drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.drafters.shipped.DIRECTORY", tmp_path / "shipped")
+    monkeypatch.setattr("surefoot.drafters.locations.DIRECTORY", tmp_path / "shipped")
     monkeypatch.chdir(tmp_path)
     target = load_target(str(checkpoints / "target"), quiet=True)
     target.name = "tiny"

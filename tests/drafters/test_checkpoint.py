@@ -15,6 +15,7 @@ from surefoot.drafters import checkpoint
 from surefoot.drafters.checkpoint import describe_checkpoint, load_drafter, save_drafter
 from surefoot.drafters.config import DSparkConfig, fit_problems
 from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.layouts import read_config
 from surefoot.drafters.model import DSparkModel
 from surefoot.errors import DrafterError
 
@@ -174,7 +175,7 @@ def test_shards(saved) -> None:
     with pytest.raises(DrafterError, match=r"lacks b\.safetensors: download"):
         load_drafter(saved)
     (saved / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(DrafterError, match=r"index\.json is damaged: download"):
+    with pytest.raises(DrafterError, match=r"index\.json is damaged .*: download"):
         load_drafter(saved)
 
 
@@ -242,8 +243,28 @@ def test_tensors_that_do_not_match(saved, change, message) -> None:
         ({"block_size": ...}, "config.json lacks 'block_size'"),
         ({"target_layer_ids": [2, 0]}, r"not valid: target_layer_ids \[2, 0\] must increase"),
         ({"markov_head_type": "lstm"}, "not valid: markov_head_type: Input should be 'vanilla'"),
-        ({"architectures": ["LlamaForCausalLM"]}, "is not a block drafter .*'LlamaForCausalLM'"),
-        ({"architectures": ...}, "is not a block drafter"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "is not a block drafter: LlamaForCausalLM is a language model .*--model",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLMEagle3"]},
+            "an EAGLE drafter .LlamaForCausalLMEagle3. drafts token by token",
+        ),
+        (
+            {"architectures": ["Mystery"]},
+            "it says 'Mystery', which this version does not know. Readable are .*DSparkDraft",
+        ),
+        ({"architectures": ...}, "is not a block drafter: its config.json names no architecture"),
+        ({"architectures": 7}, "is not a block drafter"),
+        ({"target_layer_ids": 3}, "a field of the wrong type"),
+        ({"num_hidden_layers": [1]}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: Input should be less than or equal to 1024"),
+        ({"head_dim": None, "hidden_size": "wide"}, "a field of the wrong type"),
+        ({"rope_parameters": 5}, "rope_parameters: Input should be a valid dictionary"),
+        ({"rope_parameters": {"rope_theta": "high"}}, "rope_theta above 0 for full_attention layers, got 'high'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "rope_parameters .*'yarn'.* cannot be used"),
+        ({"vocab_size": 2**62}, "sizes that cannot be"),
         ({"hidden_act": "swoosh"}, "hidden_act 'swoosh' of the drafter is not supported; allowed are silu"),
         (
             {"architectures": ["SurefootDSparkModel"], "surefoot": {"warp": 9}},
@@ -393,3 +414,135 @@ def test_all_misfits_are_named_at_once() -> None:
 
 def test_a_narrow_drafter_fits_by_its_targets_width() -> None:
     assert fit_problems(make(**NARROW).config, target_config(hidden_size=24)) == []
+
+
+# -- SpecForge's layout ----------------------------------------------------------------------------------------------------
+
+
+def as_specforge(directory, *, rename=lambda name: name, **nested) -> None:
+    """Rewrite a saved drafter the way SpecForge publishes its own: fields nested, embedding and head left out."""
+    file = directory / "config.json"
+    raw = json.loads(file.read_text())
+    heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    moved = {name: raw.pop(name) for name in ("mask_token_id", "target_layer_ids", *heads) if name in raw}
+    theta = raw.pop("rope_parameters")["rope_theta"]
+    raw |= {
+        "architectures": ["DSparkDraftModel"],
+        "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
+        "model_type": "qwen3",
+        "rope_theta": theta,
+        "rope_scaling": None,
+        "use_sliding_window": False,
+        "dflash_config": {"projector_type": "dspark", "confidence_head_alpha": 1.0, **moved, **nested},
+    }
+    raw["dflash_config"] = {name: value for name, value in raw["dflash_config"].items() if value is not ...}
+    file.write_text(json.dumps(raw))
+    edit_tensors(directory, lambda t: [t.__setitem__(rename(name), t.pop(name)) for name in list(t)])
+
+
+@pytest.mark.parametrize(
+    ("nested", "prefix"),
+    [
+        ({}, ""),
+        ({"enable_confidence_head": ...}, "model."),  # then the tensors say so
+        ({"enable_confidence_head": ..., "use_confidence_head": True, "shift_label": True}, ""),
+        ({"confidence_head_with_markov": ..., "attention_mode": "gqa", "causal": False}, ""),
+    ],
+)
+@pytest.mark.parametrize("with_markov", [True, False])
+def test_specforge_drafters_are_the_same_drafters(saved, nested, prefix, with_markov) -> None:
+    save_drafter(make(confidence_head_with_markov=with_markov), saved)
+    reference = load_drafter(saved)
+    as_specforge(saved, rename=lambda name: prefix + name, **nested)
+    drafter, description = load_drafter(saved), describe_checkpoint(saved)
+    assert drafter.config == reference.config
+    assert (description.layout, description.kind, description.gamma) == ("specforge", "dspark", 3)
+    assert description.shares == ("embed_tokens", "lm_head")
+    state, wanted = drafter.model.own_tensors(), reference.model.own_tensors()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+def test_early_specforge_files_wrap_their_heads(saved) -> None:
+    reference = load_drafter(saved)
+    as_specforge(saved, rename=lambda name: f"logit_head.{name}" if "head" in name else name)
+    assert torch.equal(
+        load_drafter(saved).model.markov_head.markov_w1.weight, reference.model.markov_head.markov_w1.weight
+    )
+
+
+def test_the_published_configuration_means_what_its_trainer_means(saved) -> None:
+    """Numbers of a published drafter for Qwen3-8B: ids count decoder outputs, the anchor's slot predicts."""
+    raw = {
+        "architectures": ["DSparkDraftModel"], "model_type": "qwen3", "attention_bias": False, "block_size": 16,
+        "dflash_config": {
+            "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "projector_type": "dspark", "markov_rank": 256,
+            "markov_head_type": "vanilla", "confidence_head_alpha": 1.0, "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        },
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+        "layer_types": ["full_attention"] * 5, "max_position_embeddings": 40960, "num_attention_heads": 32,
+        "num_hidden_layers": 5, "num_key_value_heads": 8, "num_target_layers": 36, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False,
+        "vocab_size": 151936,
+    }  # fmt: skip
+    config, layout = read_config(raw, "somewhere")
+    assert layout == "specforge"
+    assert (config.gamma, config.first_slot, config.kind) == (16, 0, "dspark")
+    assert config.target_layer_ids == (1, 9, 17, 25, 33)
+    assert (config.mask_token_id, config.markov_rank, config.enable_confidence_head) == (151669, 256, True)
+    assert config.rope_parameters["rope_theta"] == 1000000
+    spread = raw | {"dflash_config": {"mask_token_id": 151669}}
+    assert read_config(spread, "somewhere")[0].target_layer_ids == (1, 9, 17, 25, 33)
+    dflash = raw | {"architectures": ["DFlashDraftModel"]}
+    config, _ = read_config(dflash, "somewhere")
+    assert (config.gamma, config.first_slot, config.kind) == (15, 1, "dflash")
+
+
+@pytest.mark.parametrize(
+    ("nested", "message"),
+    [
+        ({"mask_token_id": ...}, "config.json lacks 'dflash_config.mask_token_id'"),
+        ({"projector_type": "domino"}, "projector_type 'domino' under dflash_config, which this version cannot serve"),
+        ({"attention_mode": "mla"}, "attention_mode 'mla'"),
+        ({"causal": True}, "causal True"),
+        ({"markov_rank": "many"}, "markov_rank: Input should be a valid integer"),
+    ],
+)
+def test_what_is_not_read_of_specforge_is_refused_by_name(saved, nested, message) -> None:
+    as_specforge(saved, **nested)
+    with pytest.raises(DrafterError, match=message):
+        describe_checkpoint(saved)
+
+
+# -- damaged files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": 7}',
+     '{"weight_map": {"a": ["b"]}}', '{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": null}'],
+)  # fmt: skip
+def test_a_damaged_index_is_one_line(saved, text) -> None:
+    (saved / "model.safetensors.index.json").write_text(text)
+    for read in (load_drafter, describe_checkpoint):
+        with pytest.raises(
+            DrafterError, match=r"index.json is damaged .*: download or save the checkpoint again"
+        ) as caught:
+            read(saved)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["fc.weight", "markov_head.markov_w2.weight", "norm.weight"])
+def test_one_number_that_is_none_is_named_at_load(saved, name, value) -> None:
+    edit_tensors(saved, lambda t: t[name].view(-1).__setitem__(-1, value))
+    with pytest.raises(DrafterError, match=f"tensor {name} holds NaN or infinity: the checkpoint is damaged"):
+        load_drafter(saved)
+
+
+def test_a_damaged_scale_is_named_at_load(saved) -> None:
+    save_drafter(make(weight_storage="int8"), saved)
+    edit_tensors(saved, lambda t: t["fc.weight_scale"].__setitem__(0, float("nan")))
+    with pytest.raises(DrafterError, match=r"tensor fc.weight_scale holds NaN"):
+        load_drafter(saved)

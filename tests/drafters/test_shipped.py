@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from surefoot.drafters import shipped
-from surefoot.drafters.calibrations import CALIBRATION_FILE
+from surefoot.drafters import locations, shipped
 from surefoot.drafters.checkpoint import save_drafter
 from surefoot.drafters.combined import CombinedDrafter
+from surefoot.drafters.locations import CALIBRATION_FILE, shipped_drafters
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
-from surefoot.drafters.shipped import ship, shipped_drafters, shipped_for, target_identity
+from surefoot.drafters.shipped import ship, shipped_for, target_identity
 from surefoot.engine.loading import load_drafter_for
 from surefoot.errors import ConfigurationError, DrafterError
 from surefoot.llm import LLM
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for shipped drafters."""
-    monkeypatch.setattr(shipped, "DIRECTORY", tmp_path / "shipped")
+    monkeypatch.setattr(locations, "DIRECTORY", tmp_path / "shipped")
     return tmp_path / "shipped"
 
 

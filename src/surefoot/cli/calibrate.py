@@ -47,31 +47,43 @@ def calibrate(
     seed: options.Seed = 0,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Prompts that run at once.")] = 64,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Save here.", show_default="beside the drafter")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Save here.", show_default="beside the drafter; in the cache for a shipped one"
+        ),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a calibration that was made from many more blocks.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Let the target answer prompts, and fit to the answers how the drafter copies, how sharply it draws and what its
-    confidences say; saved beside the drafter.
+    confidences say.
 
-    Use prompts that the drafter was not trained on.
+    Saved beside the drafter; for a shipped drafter in the cache, whence later starts take it. Use prompts that the drafter was
+    not trained on.
     """
     from surefoot.bench.prompts import read_prompts
     from surefoot.training.prompts import EVERYDAY
 
     try:
-        heats = tuple(float(part) for part in temperatures.split(","))
+        levels = tuple(float(part) for part in temperatures.split(","))
     except ValueError:
         raise ConfigurationError(
             f"temperatures is {temperatures!r}; allowed: numbers of 0 or more separated by commas, such as 0,1"
         ) from None
     asked = read_prompts(prompts or EVERYDAY)
-    path = output or _beside(drafter)
+    from surefoot.profiling.calibrate import check_worth, choose_subject, subject_of, write_texts
+
+    subject = choose_subject(drafter, model, gamma, output, trust_remote_code=trust_remote_code)
+    if subject is not None and not force:  # before seconds go into loading and minutes into texts
+        answers = sum(len(prompt.turns) for prompt in asked) * len(levels)
+        check_worth(subject, answers * max(max_tokens - 1, 0), at_most=True)
     llm = options.load_llm(
         model,
-        drafter=drafter,
-        gamma=gamma,
-        width="0",  # texts are written fastest in large batches without drafts, and their law is the same
+        drafter="none",  # texts are written fastest without drafts, and their law is the same
+        gamma=None,
+        width="auto",
         cost_table="none",
         device=device,
         dtype=dtype,
@@ -81,25 +93,41 @@ def calibrate(
         seed=seed,
         max_num_seqs=max_num_seqs,
     )
-    from surefoot.profiling.calibrate import require_head, write_texts
-    from surefoot.training.measure import WEIGHTS, WRITING, fit_calibration, weights_digest
+    from surefoot.drafters.checkpoint import load_drafter
+    from surefoot.drafters.locations import WEIGHTS_FILE, weights_digest
+    from surefoot.drafters.shipped import shipped_for
+    from surefoot.training.measure import WRITING, fit_calibration
     from surefoot.training.progress import Progress
 
     try:
-        head = require_head(llm.engine.drafter)
+        if drafter == "auto":
+            shipped = shipped_for(llm.target)
+            if shipped is None:
+                raise CalibrationError(
+                    f"no drafter is shipped for the weights of {model}: name a checkpoint with --drafter"
+                )
+            subject = subject_of(shipped.path, gamma, output)
+        assert subject is not None
+        head = load_drafter(subject.checkpoint, gamma=gamma, dtype=llm.target.dtype, device=str(llm.target.device))
+        head.bind(llm.target)
+        head.pack()
         texts = []
         with Progress("calibrate", not json) as progress:
-            for number, heat in enumerate(heats):
-                params = SamplingParams(temperature=heat, max_tokens=max_tokens)
-                span = (WRITING * number / len(heats), WRITING * (number + 1) / len(heats))
+            for number, level in enumerate(levels):
+                params = SamplingParams(temperature=level, max_tokens=max_tokens)
+                span = (WRITING * number / len(levels), WRITING * (number + 1) / len(levels))
                 texts += write_texts(llm, asked, params, progress, span)
             dataset = str(prompts or "built-in")
-            name = weights_digest(Path(drafter)) if (Path(drafter) / WEIGHTS).is_file() else drafter
+            has_weights = (subject.checkpoint / WEIGHTS_FILE).is_file()
+            name = weights_digest(subject.checkpoint) if has_weights else drafter
             fitted, met = fit_calibration(llm.target, head, texts, progress, dataset=dataset, name=name)
     finally:
         llm.close()
+    if not force:
+        check_worth(subject, fitted.provenance.num_samples)
+    path = subject.destination
     fitted.save(path)
-    found = {heat: _before_and_after(met.at(heat), fitted) for heat in dict.fromkeys(heats)}
+    found = {level: _before_and_after(met.at(level), fitted) for level in dict.fromkeys(levels)}
     if json:
         both = _before_and_after(met, fitted)
         print_json(
@@ -108,41 +136,28 @@ def calibrate(
                 "path": path,
                 **{arm: _plain(quality) for arm, quality in both.items()},
                 "by_temperature": {
-                    f"{heat:g}": {arm: _plain(quality) for arm, quality in arms.items()} for heat, arms in found.items()
+                    f"{level:g}": {arm: _plain(quality) for arm, quality in arms.items()}
+                    for level, arms in found.items()
                 },
             }
         )
         return
-    for heat, arms in found.items():
-        _print(heat, arms["before"], arms["after"])
+    for level, arms in found.items():
+        _print(level, arms["before"], arms["after"])
     if fitted.sharpness is not None:
         note(
             "sharpness of the draws at temperatures above 0: " + ", ".join(f"{s:g}" for s in fitted.sharpness.tolist())
         )
     if fitted.copying is not None:
         note("share of copies by match length: " + ", ".join(f"{s:.2f}" for s in fitted.copying[1:].tolist()))
-    note(f"{len(met.accepted)} blocks of {len(asked)} prompts; saved to {path}")
+    used = "" if output else "; later starts use it"
+    note(f"{len(met.accepted)} blocks of {len(asked)} prompts; saved to {path}{used}")
 
 
 def _before_and_after(blocks: Blocks, fitted: Calibration) -> dict[str, list[PositionQuality]]:
     from surefoot.training.measure import arms_of
 
     return {arm: blocks.quality(judge) for arm, judge in arms_of(blocks, fitted).items()}
-
-
-def _beside(drafter: str) -> Path:
-    from surefoot.drafters.calibrations import CALIBRATION_FILE
-
-    if drafter in options.DRAFTERS:
-        raise CalibrationError(
-            f"the drafter {drafter} has no confidence head to calibrate, and needs no file: the online estimator learns its "
-            "confidences while it serves"
-        )
-    if not Path(drafter).is_dir():
-        raise CalibrationError(
-            f"{drafter} is no local directory to save a calibration in: say where with --output FILE"
-        )
-    return Path(drafter) / CALIBRATION_FILE
 
 
 def _plain(positions: list[PositionQuality]) -> list[dict[str, object]]:

@@ -83,11 +83,11 @@ def _places(drafter: str) -> tuple[Path, Path]:
     """Directories of a checkpoint, or of a drafter that the package ships, and of its report: never in the package."""
     if Path(drafter).is_dir():
         return Path(drafter), Path(drafter) / "evaluation"
-    from surefoot.drafters.shipped import shipped_drafters
+    from surefoot.drafters.locations import shipped_drafters, shipped_named
 
-    shipped = {found.name: found.path for found in shipped_drafters()}
-    if drafter not in shipped:
-        raise ConfigurationError(
-            f"drafter {drafter} is no directory: give the directory of a checkpoint, or one of {', '.join(shipped)}"
-        )
-    return shipped[drafter], Path(f"{drafter}-evaluation")
+    if shipped := shipped_named(drafter):
+        return shipped.path, Path(f"{drafter}-evaluation")
+    names = ", ".join(found.name for found in shipped_drafters())
+    raise ConfigurationError(
+        f"drafter {drafter} is no directory: give the directory of a checkpoint, or one of {names}"
+    )

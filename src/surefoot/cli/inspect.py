@@ -127,14 +127,14 @@ def is_drafter(checkpoint: str) -> bool:
 def _describe_drafter(
     checkpoint: str, target: str | None, trust_remote_code: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    from surefoot.drafters.checkpoint import describe_checkpoint
+    from surefoot.drafters.checkpoint import describe_checkpoint, resolve_checkpoint
     from surefoot.drafters.config import fit_problems
 
     described = describe_checkpoint(checkpoint)
     facts = {"role": "drafter", **described.as_dict()}
     problems: list[str] = []
     if described.config.enable_confidence_head:
-        facts["calibration"], problems = _describe_calibration(Path(checkpoint).expanduser(), described.config.gamma)
+        facts["calibration"], problems = _describe_calibration(resolve_checkpoint(checkpoint), described.config.gamma)
     if target is None:
         return facts, problems
     from surefoot.targets.loading import describe_target
@@ -151,12 +151,12 @@ def _describe_drafter(
 
 def _describe_calibration(directory: Path, gamma: int) -> tuple[str, list[str]]:
     """What a drafter's calibration was fitted on, and why it cannot be used."""
-    from surefoot.drafters.calibrations import CALIBRATION_FILE
+    from surefoot.drafters.locations import find_calibration
     from surefoot.errors import CalibrationError
     from surefoot.speculation.calibration import Calibration
 
-    path = directory / CALIBRATION_FILE
-    if not path.is_file():
+    path = find_calibration(directory)
+    if path is None:
         return "none beside it; make one with 'surefoot calibrate'", []
     try:
         fitted = Calibration.load(path, gamma)

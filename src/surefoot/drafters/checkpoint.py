@@ -18,13 +18,15 @@ from torch import Tensor
 
 from surefoot.drafters.config import DSparkConfig
 from surefoot.drafters.dspark import DSparkDrafter
-from surefoot.drafters.layouts import LAYOUTS, Layout, read_config, write_config
+from surefoot.drafters.layouts import LAYOUTS, Layout, Shapes, read_config, write_config
+from surefoot.drafters.locations import shipped_named
 from surefoot.drafters.model import DSparkModel
 from surefoot.errors import DrafterError
 from surefoot.kernels import formats
 from surefoot.kernels.formats import StoredWeight, WeightFormat
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_WRAPPERS = ("model.", "draft_model.", "logit_head.")  # SpecForge's versions put these before tensor names
 _VOCABULARY_MAPS = ("d2t", "t2d")
 _TARGETS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies some speculators versions write; unused
 _DTYPES = {
@@ -38,7 +40,7 @@ class DrafterDescription:
     """What a checkpoint is, read from its configuration and file headers alone."""
 
     path: str
-    layout: Layout
+    layout: str  # a `Layout`, or "specforge"
     config: DSparkConfig
     dtype: str
     parameters: int  # numbers stored, without row scales and vocabulary maps
@@ -95,7 +97,7 @@ def load_drafter(
     """Load a DSpark or DFlash drafter; `bind` it to its target before use.
 
     Args:
-        path_or_id: a local directory, or the id of a Hugging Face repository.
+        path_or_id: a local directory, the name of a shipped drafter, or the id of a Hugging Face repository.
         gamma: draft tokens per block, 1 up to what the checkpoint was trained for (the default). The block is computed
             at its trained length whatever gamma is: attention inside it is bidirectional.
         dtype: of the weights; None keeps the checkpoint's.
@@ -103,9 +105,9 @@ def load_drafter(
     Raises:
         DrafterError: cannot be found or read, or is not what its configuration says; the message has the remedy.
     """
-    directory = _resolve(path_or_id)
-    raw, config, _ = _read(directory)
-    headers = _Headers(directory)
+    directory = resolve_checkpoint(path_or_id)
+    raw, headers = _read_json(directory), _Headers(directory)
+    config, _ = read_config(raw, str(directory), headers.shapes)
     stored = _stored_dtype(raw, headers)
     model = _blank(config, _vocabulary(config, headers, directory), headers.shapes)
     expected = _shapes(model.own_tensors())
@@ -151,9 +153,9 @@ def describe_checkpoint(path: str | Path) -> DrafterDescription:
     Raises:
         DrafterError: cannot be found, is no block drafter, or its files are damaged.
     """
-    directory = _resolve(path)
-    raw, config, layout = _read(directory)
-    headers = _Headers(directory)
+    directory = resolve_checkpoint(path)
+    raw, headers = _read_json(directory), _Headers(directory)
+    config, layout = read_config(raw, str(directory), headers.shapes)
     counted = [s for n, s in headers.shapes.items() if n not in _VOCABULARY_MAPS]
     return DrafterDescription(
         path=str(path),
@@ -178,15 +180,15 @@ class _Headers:
         self.shapes: dict[str, tuple[int, ...]] = {}  # of matrices in a format of their own: N and K
         self.dtypes: dict[str, torch.dtype] = {}
         self.formats: dict[str, WeightFormat] = {}  # of those matrices
-        self._home: dict[str, Path] = {}
+        self._home: dict[str, tuple[Path, str]] = {}  # file and the name in it
         for file in self.files:
             try:
                 with safe_open(file, "pt") as handle:
-                    for name in sorted(handle.keys()):
-                        tensor = handle.get_slice(name)
+                    for stored in sorted(handle.keys()):
+                        tensor, name = handle.get_slice(stored), _unwrapped(stored)
                         self.shapes[name] = tuple(tensor.get_shape())
                         self.dtypes[name] = _DTYPES.get(tensor.get_dtype(), torch.uint8)
-                        self._home[name] = file
+                        self._home[name] = file, stored
             except (SafetensorError, OSError) as error:
                 raise DrafterError(
                     f"{file} is truncated or damaged ({error}): download or save the checkpoint again"
@@ -201,12 +203,25 @@ class _Headers:
             self.shapes[name] = format.shape(shapes)
 
     def load(self, names: set[str]) -> dict[str, Tensor | StoredWeight]:
-        """Those of the tensors that are there, matrices in a format of their own as it stores them."""
+        """Those of the tensors that are there, matrices in a format of their own as it stores them.
+
+        Raises:
+            DrafterError: one of them holds NaN or infinity.
+        """
         wanted = {name + suffix for name in names for suffix in self._suffixes(name)}
         read: dict[str, Tensor] = {}
         for file in self.files:
             with safe_open(file, "pt") as handle:
-                read |= {name: handle.get_tensor(name) for name in wanted if self._home.get(name) == file}
+                for name in wanted & set(self._home):
+                    home, stored = self._home[name]
+                    if home == file:
+                        read[name] = handle.get_tensor(stored)
+        for name, tensor in sorted(read.items()):
+            if tensor.is_floating_point() and tensor.numel() and not all(e.isfinite() for e in tensor.aminmax()):
+                raise DrafterError(
+                    f"{self._home[name][0]}: tensor {name} holds NaN or infinity: the checkpoint is damaged, download or "
+                    "save it again"
+                )
         return {
             name: StoredWeight(self.formats[name], {suffix: read[name + suffix] for suffix in self._suffixes(name)})
             if name in self.formats
@@ -219,8 +234,21 @@ class _Headers:
         return self.formats[name].suffixes if name in self.formats else ("",)
 
 
-def _resolve(path_or_id: str | Path) -> Path:
-    """The local directory of a checkpoint, downloaded where it is a Hugging Face id."""
+def _unwrapped(name: str) -> str:
+    """A tensor's name without the containers that some versions of SpecForge save it in."""
+    while prefix := next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def resolve_checkpoint(path_or_id: str | Path) -> Path:
+    """The local directory of a checkpoint: itself, the package's for the name of a shipped one, or downloaded for a hub id.
+
+    Raises:
+        DrafterError: there is none, or it cannot be fetched.
+    """
+    if shipped := shipped_named(str(path_or_id)):
+        return shipped.path
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
@@ -244,7 +272,7 @@ def _resolve(path_or_id: str | Path) -> Path:
         ) from None
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], DSparkConfig, Layout]:
+def _read_json(directory: Path) -> dict[str, Any]:
     file = directory / _CONFIG
     try:
         raw = json.loads(file.read_text())
@@ -254,7 +282,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], DSparkConfig, Layout]:
         raise DrafterError(f"{file} cannot be read ({error}): download or save the checkpoint again") from None
     if not isinstance(raw, dict):
         raise DrafterError(f"{file} holds no JSON object: download or save the checkpoint again")
-    return raw, *read_config(raw, str(directory))
+    return raw
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -262,8 +290,12 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            raise DrafterError(f"{index} is damaged: download or save the checkpoint again") from None
+            if not names or any(Path(name).name != name for name in names):
+                raise ValueError("weight_map names no files beside it")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as problem:
+            raise DrafterError(
+                f"{index} is damaged ({type(problem).__name__}: {problem}): download or save the checkpoint again"
+            ) from None
         files = [directory / name for name in names]
     else:
         files = [directory / _WEIGHTS]
@@ -311,14 +343,17 @@ def _blank(config: DSparkConfig, vocabulary: Tensor | None, stored: Container[st
     """A model without storage, that holds embedding and head where `stored` has them."""
     own = tuple(name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in stored)
     with torch.device("meta"):
-        return DSparkModel(config, vocabulary=vocabulary, own_vocabulary=own)
+        try:
+            return DSparkModel(config, vocabulary=vocabulary, own_vocabulary=own)
+        except (RuntimeError, OverflowError) as problem:  # sizes that no tensor can have
+            raise DrafterError(f"{_CONFIG} describes sizes that cannot be: {problem}: repair or replace it") from None
 
 
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: dict[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _check_tensors(expected: dict[str, tuple[int, ...]], headers: _Headers, directory: Path) -> None:
+def _check_tensors(expected: Shapes, headers: _Headers, directory: Path) -> None:
     ignored = {*_VOCABULARY_MAPS, *_TARGETS_OWN}
     missing = sorted(set(expected) - set(headers.shapes))
     extra = sorted(set(headers.shapes) - set(expected) - ignored)

@@ -23,7 +23,7 @@ class DSparkConfig(BaseModel):
     vocab_size: int = Field(gt=0, description="Words of the target; token ids in and out are the target's.")
     hidden_size: int = Field(gt=0, description="Width d of the drafter.")
     intermediate_size: int = Field(gt=0, description="Width of the gated MLP.")
-    num_hidden_layers: int = Field(gt=0, description="Draft layers.")
+    num_hidden_layers: int = Field(gt=0, le=1024, description="Draft layers.")
     num_attention_heads: int = Field(gt=0)
     num_key_value_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
@@ -130,8 +130,9 @@ class DSparkConfig(BaseModel):
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention but sliding_window is not set")
         for layer_type in set(self.layer_types):
-            if "rope_theta" not in self.rope(layer_type):
-                raise ValueError(f"rope_parameters have no rope_theta for {layer_type} layers")
+            theta = self.rope(layer_type).get("rope_theta")
+            if not isinstance(theta, (int, float)) or not theta > 0:
+                raise ValueError(f"rope_parameters need a rope_theta above 0 for {layer_type} layers, got {theta!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "

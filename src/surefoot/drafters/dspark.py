@@ -13,10 +13,10 @@ from torch import Tensor
 
 from surefoot.cache.paged import LayerSpec, PagedCache
 from surefoot.drafters.base import BlockwiseSampler, Draft, DraftContext, Drafter, DraftSampler
-from surefoot.drafters.calibrations import find_calibration
 from surefoot.drafters.config import fit_problems
 from surefoot.drafters.copying import Copier, raise_copies
 from surefoot.drafters.heads import ConfidenceHead
+from surefoot.drafters.locations import find_calibration
 from surefoot.drafters.model import DSparkModel
 from surefoot.errors import CalibrationError, DrafterError
 from surefoot.kernels import native
@@ -150,7 +150,8 @@ class DSparkDrafter(Drafter):
         depth = self.gamma if context.depth is None else min(context.depth, self.gamma)
         first, confidence_head = self.config.first_slot, self.model.confidence_head
         block = self.block_hidden(context, anchor, first + depth if self.config.shorter_blocks else None)
-        hidden = block[:, first : first + depth]
+        # Weights are finite, but float16 overflows: whatever became NaN must cost acceptance, not the request.
+        hidden = block[:, first : first + depth].nan_to_num(0.0, 0.0, 0.0)
         base = self.model.head_logits(hidden)
         drawn = self._draw_at_once(base, context, anchor, sampler) if isinstance(sampler, BlockwiseSampler) else None
         tokens, largest = drawn or self._draw_by_token(base.to(torch.float32), context, anchor, block, sampler)

@@ -87,15 +87,21 @@ def _frequencies(config: DSparkConfig, layer_type: str) -> tuple[Tensor, float]:
     if kind in ("dynamic", "longrope") or kind not in ROPE_INIT_FUNCTIONS:
         allowed = sorted({"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"})
         raise DrafterError(f"rope_type {kind!r} of the drafter is not supported; allowed are {', '.join(allowed)}")
-    holder = Qwen3Config(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(rope),
-    )
-    with torch.device("cpu"):
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](holder, torch.device("cpu"))
+    try:
+        holder = Qwen3Config(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(rope),
+        )
+        with torch.device("cpu"):
+            inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](holder, torch.device("cpu"))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as problem:
+        raise DrafterError(
+            f"rope_parameters {dict(rope)} of the drafter cannot be used ({type(problem).__name__}: {problem}): repair its "
+            "config.json"
+        ) from None
     return inv_freq, float(scale)
 
 

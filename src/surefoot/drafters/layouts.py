@@ -1,14 +1,15 @@
-"""Configuration files of the two checkpoint layouts, to and from `DSparkConfig` (facts in shared/formats.md).
+"""Configuration files of the checkpoint layouts, to and from `DSparkConfig` (docs/formats.md).
 
-DeepSpec writes the target's configuration with the draft fields on top; speculators nests the draft layers under
-`transformer_layer_config` and counts feature layers as *inputs*: id i is what enters decoder layer i, hence the output
-of layer i - 1 (0: the embedding). What neither can say stands under `surefoot` in a DeepSpec file whose architecture
-then carries our name, so that no other loader reads it wrongly.
+DeepSpec writes the target's configuration with the draft fields on top. SpecForge nests the draft fields under
+`dflash_config`. speculators nests the draft layers under `transformer_layer_config` and counts feature layers as *inputs*:
+id i is what enters decoder layer i, hence the output of layer i - 1 (0: the embedding). What none of them can say stands
+under `surefoot` in a DeepSpec file whose architecture then carries our name, so that no other loader reads it wrongly.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
@@ -18,8 +19,11 @@ from surefoot.errors import DrafterError
 
 Layout = Literal["deepspec", "speculators"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
+"""Layouts that can be written; SpecForge's is only read."""
+Shapes = Mapping[str, tuple[int, ...]]
 
 _QWEN3, _GEMMA4, _OURS = "Qwen3DSparkModel", "Gemma4DSparkModel", "SurefootDSparkModel"
+_SPECFORGE = {"DSparkDraftModel": "dspark", "DFlashDraftModel": "dflash"}
 _SPECULATORS = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator"}
 
 # Fields whose value the Qwen3 architecture implies, and which our own architecture states under `surefoot`.
@@ -57,18 +61,26 @@ _BACKBONE_FIELDS = (
 )
 
 
-def read_config(raw: dict[str, Any], where: str) -> tuple[DSparkConfig, Layout]:
+def read_config(raw: dict[str, Any], where: str, shapes: Shapes | None = None) -> tuple[DSparkConfig, str]:
     """The configuration a checkpoint's `config.json` holds, and the layout it is written in.
 
+    Args:
+        where: names the checkpoint in messages.
+        shapes: of its tensors, by name; they tell what SpecForge's configuration may leave out.
+
     Raises:
-        DrafterError: it is no block drafter, or a field is missing or contradicts another.
+        DrafterError: it is no block drafter, or a field is missing, of the wrong type, or contradicts another.
     """
-    architectures = raw.get("architectures") or ["none"]
+    names = raw.get("architectures") or ["none"]
+    architecture = names[0] if isinstance(names, list) else names
+    kind = raw.get("speculators_model_type")
     try:
-        if raw.get("speculators_model_type") in _SPECULATORS:
+        if isinstance(kind, str) and kind in _SPECULATORS:
             return DSparkConfig(**_from_speculators(raw)), "speculators"
-        if architectures[0] in (_QWEN3, _GEMMA4, _OURS):
-            return DSparkConfig(**_from_deepspec(raw, architectures[0])), "deepspec"
+        if architecture in (_QWEN3, _GEMMA4, _OURS):
+            return DSparkConfig(**_from_deepspec(raw, architecture)), "deepspec"
+        if isinstance(architecture, str) and architecture in _SPECFORGE:
+            return DSparkConfig(**_from_specforge(raw, _SPECFORGE[architecture], shapes or {})), "specforge"
     except KeyError as error:
         raise DrafterError(
             f"{where}: config.json lacks {error.args[0]!r}: get the checkpoint's complete configuration"
@@ -78,11 +90,30 @@ def read_config(raw: dict[str, Any], where: str) -> tuple[DSparkConfig, Layout]:
         field = ".".join(map(str, first["loc"]))
         reason = f"{field}: {first['msg']}" if field else first["msg"].removeprefix("Value error, ")
         raise DrafterError(f"{where}: config.json is not valid: {reason}: repair or replace the file") from None
-    kind = raw.get("speculators_model_type") or architectures[0]
-    raise DrafterError(
-        f"{where} is not a block drafter (it says {kind!r}): expected {_QWEN3}, {_GEMMA4}, {_OURS}, or the speculators "
-        "types dspark and dflash; 'surefoot inspect' says what a checkpoint is"
-    )
+    except (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+        raise DrafterError(
+            f"{where}: config.json has a field of the wrong type ({error}): repair or replace the file"
+        ) from None
+    raise DrafterError(f"{where} is not a block drafter: {_what_it_is(str(kind or architecture))}. {_READABLE}")
+
+
+_READABLE = (
+    f"Readable are the architectures {_QWEN3}, {_GEMMA4}, {_OURS}, {' and '.join(_SPECFORGE)}, and the speculators types "
+    f"{' and '.join(_SPECULATORS)}"
+)
+
+
+def _what_it_is(kind: str) -> str:
+    """In words, why a checkpoint that calls itself `kind` is not read."""
+    known = {
+        "eagle": "an EAGLE drafter ({}) drafts token by token with a model that this version does not serve",
+        "medusa": "Medusa heads ({}) draft without a block, which this version does not serve",
+        "domino": "a Domino drafter ({}) corrects its logits by a recurrent network that this version does not serve",
+        "ForCausalLM": "{} is a language model of its own; as a target it is given with --model",
+        "none": "its config.json names no architecture",
+    }
+    fitting = (text for name, text in known.items() if name.lower() in kind.lower())
+    return next(fitting, "it says {!r}, which this version does not know").format(kind)
 
 
 def write_config(config: DSparkConfig, layout: Layout, dtype: str) -> dict[str, Any]:
@@ -148,6 +179,65 @@ def _from_deepspec(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
             )
         fields |= own
     return fields
+
+
+def _from_specforge(raw: dict[str, Any], kind: str, shapes: Shapes) -> dict[str, Any]:
+    nested = raw.get("dflash_config") or {}
+
+    def stated(name: str, default: Any = None) -> Any:
+        """A draft field, nested as SpecForge writes it now or on top as it did before."""
+        value = nested.get(name)
+        return raw.get(name, default) if value is None else value
+
+    layers, target_layers = raw["num_hidden_layers"], stated("num_target_layers")
+    modes = nested.get("attention_modes") or [nested.get("attention_mode", "gqa")]
+    checked = [
+        ("projector_type", stated("projector_type", kind), ("dspark", "dflash")),
+        ("causal", bool(stated("causal", False)), (False,)),
+        *(("attention_mode", str(mode).lower(), ("gqa", "mha")) for mode in modes),
+    ]
+    for name, value, readable in checked:
+        if value not in readable:
+            raise DrafterError(
+                f"config.json says {name} {value!r} under dflash_config, which this version cannot serve; it can serve "
+                f"{' and '.join(map(str, readable))}"
+            )
+    head = shapes.get("confidence_head.proj.weight")
+    fields = {
+        **_backbone_of(raw),
+        "block_size": stated("block_size") or raw["block_size"],
+        "mask_token_id": _required(stated("mask_token_id"), "dflash_config.mask_token_id"),
+        "target_layer_ids": tuple(stated("target_layer_ids") or _spread_layers(target_layers, layers)),
+        "num_target_layers": target_layers,
+        # DFlash predicts the token of every mask slot, DSpark (and whoever shifts its labels) the token after every slot.
+        "sample_from_anchor": stated("sample_from_anchor", bool(stated("shift_label", kind == "dspark"))),
+    }
+    if raw.get("draft_vocab_size") not in (None, fields["vocab_size"]):
+        fields["draft_vocab_size"] = raw["draft_vocab_size"]
+    if kind == "dspark":
+        fields |= {
+            "markov_rank": stated("markov_rank", 0),
+            "markov_head_type": stated("markov_head_type", "vanilla"),
+            "enable_confidence_head": stated("enable_confidence_head", stated("use_confidence_head", head is not None)),
+            "confidence_head_with_markov": stated(
+                "confidence_head_with_markov", head is None or head[-1] != fields["hidden_size"]
+            ),
+        }
+    return fields
+
+
+def _required(value: Any, name: str) -> Any:
+    if value is None:
+        raise KeyError(name)
+    return value
+
+
+def _spread_layers(target_layers: int | None, draft_layers: int) -> list[int]:
+    """The feature layers of a drafter that names none: spread from layer 1 to three before the end, as SpecForge does."""
+    depth = int(_required(target_layers, "num_target_layers"))
+    if draft_layers == 1:
+        return [depth // 2]
+    return [round(1 + i * (depth - 4) / (draft_layers - 1)) for i in range(draft_layers)]
 
 
 def _gemma4(hidden_size: int, shared_key_value: bool) -> dict[str, Any]:

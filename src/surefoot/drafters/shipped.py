@@ -1,9 +1,4 @@
-"""The drafters that come with the package, and which target each of them belongs to.
-
-    shipped/<name>/config.json, model.safetensors    a checkpoint
-                   calibration.json                  its temperatures, if it has a confidence head
-                   manifest.json                     how it was trained, and digests of every prompt
-                   target.json                       what it was trained for: `name` and `identities` of that target
+"""Which target each of the drafters that come with the package belongs to.
 
 A target is known by its shape and by bits of its embedding, not by the name or the path it was loaded from: the same
 weights under another name find their drafter, others under the same name do not. Nothing depends on the match but speed.
@@ -17,13 +12,15 @@ import json
 import logging
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from surefoot.drafters import locations
+from surefoot.drafters.checkpoint import describe_checkpoint
 from surefoot.drafters.config import fit_problems
+from surefoot.drafters.locations import FORMAT, TARGET_FILE, ShippedDrafter, shipped_drafters
 from surefoot.errors import DrafterError
 
 if TYPE_CHECKING:
@@ -31,20 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DIRECTORY = Path(__file__).parent / "shipped"
 FILES = ("config.json", "model.safetensors", "calibration.json", "manifest.json")
-TARGET_FILE, FORMAT = "target.json", "surefoot-shipped-drafter"
 LARGEST = 48 << 20  # bytes of one drafter in the package
 SAMPLED_ROWS = 256
-
-
-@dataclass(frozen=True)
-class ShippedDrafter:
-    """One of the package's drafters."""
-
-    name: str  # of its target
-    path: Path
-    identities: tuple[str, ...]  # `target_identity` of every form its target comes in
 
 
 def target_identity(target: Target) -> str:
@@ -62,24 +48,8 @@ def target_identity(target: Target) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def shipped_drafters(directory: Path | None = None) -> list[ShippedDrafter]:
-    """Everything the package ships, by name. A damaged entry is left out with a warning."""
-    found = []
-    for file in sorted((directory or DIRECTORY).glob(f"*/{TARGET_FILE}")):
-        try:
-            raw = json.loads(file.read_text())
-            if raw["format"] != FORMAT:
-                raise ValueError(f"format is {raw['format']!r}, expected {FORMAT!r}")
-            found.append(ShippedDrafter(str(raw["name"]), file.parent, tuple(map(str, raw["identities"]))))
-        except (OSError, ValueError, KeyError, TypeError) as problem:
-            log.warning("%s is damaged (%s): reinstall surefoot to get its drafter back", file, problem)
-    return found
-
-
 def shipped_for(target: Target, directory: Path | None = None) -> ShippedDrafter | None:
     """The drafter that was trained for this very target; None if none was, or if it cannot be used."""
-    from surefoot.drafters.checkpoint import describe_checkpoint
-
     candidates = shipped_drafters(directory)
     identity = target_identity(target) if candidates else ""
     for drafter in candidates:
@@ -101,9 +71,7 @@ def ship(drafter: str | Path, target: Target, directory: Path | None = None) -> 
     Raises:
         DrafterError: it does not fit the target, lacks a file, or is too large for the package.
     """
-    from surefoot.drafters.checkpoint import describe_checkpoint
-
-    source, home = Path(drafter), (directory or DIRECTORY) / Path(target.name).name
+    source, home = Path(drafter), (directory or locations.DIRECTORY) / Path(target.name).name
     if problems := fit_problems(describe_checkpoint(source).config, target.config):
         raise DrafterError(f"{source} does not fit {target.name}: {'; '.join(problems)}: ship it for its own target")
     files = [source / name for name in FILES if (source / name).is_file()]

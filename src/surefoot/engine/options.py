@@ -14,6 +14,7 @@ from typing import Any, TypedDict, TypeVar, get_args
 import torch
 
 from surefoot.drafters.base import Drafter
+from surefoot.drafters.locations import shipped_drafters, shipped_named
 from surefoot.engine.graphs import GraphMode
 from surefoot.engine.policy import PlannerName
 from surefoot.errors import ConfigurationError, DrafterError
@@ -240,13 +241,14 @@ def check_drafter(drafter: str | Path | Drafter | None, gamma: int | None) -> No
         raise ConfigurationError(f"gamma is {gamma}; allowed for prompt lookup: 1 … {LONGEST_LOOKUP}")
     if drafter not in DRAFTER_NAMES:
         checkpoint = str(drafter).removeprefix(COMBINED_PREFIX)
-        if not checkpoint or (not os.path.exists(checkpoint) and "/" not in checkpoint):
+        if not checkpoint or not (os.path.exists(checkpoint) or "/" in checkpoint or shipped_named(checkpoint)):
             raise DrafterError(f"unknown drafter {shown(str(drafter))}: allowed are {_drafters()}")
 
 
 def _drafters() -> str:
+    names = (*DRAFTER_NAMES, *(shipped.name for shipped in shipped_drafters()))
     return (
-        f"{', '.join(DRAFTER_NAMES)}, a checkpoint directory, a Hugging Face id (owner/name), or {COMBINED_PREFIX}CHECKPOINT "
+        f"{', '.join(names)}, a checkpoint directory, a Hugging Face id (owner/name), or {COMBINED_PREFIX}CHECKPOINT "
         "for prompt lookup and a checkpoint in one"
     )
 

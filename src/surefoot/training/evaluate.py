@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.drafters.checkpoint import describe_checkpoint
+from surefoot.drafters.locations import find_calibration, weights_digest
 from surefoot.errors import CalibrationError, ConfigurationError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.calibration import Calibration
 from surefoot.speculation.json_files import read_object, write_object
 from surefoot.targets.target import Target
-from surefoot.training.measure import Blocks, arms_of, describe_blocks, speculation_engine, watch, weights_digest
+from surefoot.training.measure import Blocks, arms_of, describe_blocks, speculation_engine, watch
 from surefoot.training.plots import acceptance_plot, reliability_plot
 from surefoot.training.progress import Progress
 from surefoot.training.prompts import Prompt, read_prompts, tokenizer_of
 
 GROUPS = {"humaneval": "code", "mbpp": "code", "gsm8k": "math", "math500": "math", "mt-bench": "chat"}
 """What public benchmarks measure; another file is a workload of its own."""
-MANIFEST, CALIBRATION = "manifest.json", "calibration.json"
+MANIFEST = "manifest.json"
 
 
 def load_workloads(path: Path, limit: int | None = None) -> dict[str, list[Prompt]]:
@@ -63,8 +64,8 @@ def load_calibration(drafter: Path, gamma: int, path: Path | None = None) -> Cal
     Raises:
         CalibrationError: fitted for another gamma, or for other weights.
     """
-    file = path or drafter / CALIBRATION
-    if path is None and not file.exists():
+    file = path or find_calibration(drafter)
+    if file is None:
         return None
     calibration = Calibration.load(file, gamma)
     fitted_for = calibration.provenance.drafter

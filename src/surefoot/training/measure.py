@@ -12,6 +12,7 @@ import torch
 
 from surefoot.drafters.checkpoint import describe_checkpoint
 from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.locations import weights_digest
 from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine
 from surefoot.engine.options import EngineOptions
@@ -22,11 +23,9 @@ from surefoot.speculation.calibration import Calibration, Provenance
 from surefoot.speculation.calibration_fit import fit_temperatures, fit_weights
 from surefoot.speculation.calibration_quality import Outcomes, PositionQuality, quality_by_position
 from surefoot.targets.target import Target
-from surefoot.training.files import file_digest
 from surefoot.training.forced import Text, choose_sharpness, follow
 from surefoot.training.progress import Progress
 
-WEIGHTS = "model.safetensors"
 COPYING_TEXTS = 48  # about so many texts tell how far copies are to be trusted
 WRITING = 0.35  # share of a calibration's time that goes into the texts
 
@@ -200,11 +199,6 @@ def watch(
     if texts is not None:
         texts += [Text(tuple(r.token_ids), len(r.prompt_token_ids), params.temperature) for r in requests]
     return found
-
-
-def weights_digest(drafter: Path) -> str:
-    """What ties a calibration to the weights it was fitted for."""
-    return f"sha256:{file_digest(drafter / WEIGHTS)}"
 
 
 def calibrate(

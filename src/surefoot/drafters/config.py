@@ -131,6 +131,8 @@ class DSparkConfig(BaseModel):
             raise ValueError("layer_types has sliding_attention but sliding_window is not set")
         for layer_type in set(self.layer_types):
             theta = self.rope(layer_type).get("rope_theta")
+            if theta is None:
+                raise ValueError(f"rope_parameters have no rope_theta for {layer_type} layers")
             if not isinstance(theta, (int, float)) or not theta > 0:
                 raise ValueError(f"rope_parameters need a rope_theta above 0 for {layer_type} layers, got {theta!r}")
         if self.num_attention_heads % self.num_key_value_heads:

@@ -127,7 +127,7 @@ class DSparkDrafter(Drafter):
         if problems:
             raise DrafterError(
                 f"{self.origin} does not fit {getattr(target, 'name', 'the target')}: {'; '.join(problems)}. "
-                "Use the target it was trained for, or train one for this target with 'surefoot train'"
+                "Use the target it was trained for, or train one for this target with 'surefoot train -m TARGET -o DIRECTORY'"
             )
         self.model.share(target)
 

@@ -294,3 +294,49 @@ def test_open_streams_are_distinct_whatever_comes_and_goes(steps: list[tuple[int
     for stream in held:
         streams.close(stream)
     assert not {**streams._open, **streams._freed, **streams._next}
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("width", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["drawn", "point mass", "both"])
+def test_a_window_shorter_than_the_block_has_the_law_of_its_rows(kind: str, width: int) -> None:
+    """Accepted length and next token, jointly, of many windows side by side, against their exact law."""
+    count, gamma, size = 60_000, 3, 4
+    generator = torch.Generator().manual_seed(10 * width + len(kind))
+    p = torch.rand(gamma + 1, size, generator=generator).softmax(-1)
+    q = (torch.rand(gamma, size, generator=generator) * 4).softmax(-1)
+    sampled = torch.full((count,), kind != "point mass")
+    if kind == "both":
+        sampled[1::2] = False
+    drawn = torch.stack([q[k].multinomial(count, replacement=True, generator=generator) for k in range(gamma)], 1)
+    drafts = torch.where(sampled.unsqueeze(1), drawn, torch.tensor([2, 0, 3]))
+    rows = torch.where(sampled, sampled.cumsum(0) - 1, -1)
+    proposal = Proposal(None)
+    if kind != "point mass":
+        proposal = Proposal(
+            q.expand(int(sampled.sum()), -1, -1).contiguous(), None, drawn[sampled], rows if kind == "both" else None
+        )
+    verdict = accept_sampled(
+        p[: width + 1].repeat(count, 1),  # the rows of the windows, one after the other
+        torch.arange(count) * (width + 1),
+        drafts,
+        torch.full((count,), width),
+        proposal,
+        torch.rand(count, gamma, dtype=torch.float64, generator=generator),
+        torch.rand(count, dtype=torch.float64, generator=generator),
+    )
+    for half in {bool(value) for value in sampled}:
+        mine = sampled == half
+        got = torch.zeros(gamma + 1, size, dtype=torch.float64)
+        got.index_put_((verdict.accepted[mine], verdict.next_token[mine]), torch.ones((), dtype=torch.float64), True)
+        expected, reached = torch.zeros_like(got), 1.0
+        for k in range(width):
+            row = q[k] if half else torch.nn.functional.one_hot(drafts[~sampled][0, k], size).float()
+            residual = (p[k] - row).clamp(min=0).double()
+            expected[k] = reached * residual
+            reached *= float(torch.minimum(p[k], row).sum())
+        expected[width] = reached * p[width].double()
+        total = int(mine.sum())
+        deviation = (got / total - expected).abs() / (expected * (1 - expected) / total + 1e-12).sqrt()
+        assert deviation.max() < 4.5, f"a chance of one in a hundred thousand: {deviation}"
+    assert not verdict.invalid.any()

@@ -157,7 +157,7 @@ def _describe_calibration(directory: Path, gamma: int) -> tuple[str, list[str]]:
 
     path = find_calibration(directory)
     if path is None:
-        return f"none beside it; make one with 'surefoot calibrate -d {directory}'", []
+        return "none beside it; make one with 'surefoot calibrate'", []
     try:
         fitted = Calibration.load(path, gamma)
     except CalibrationError as problem:

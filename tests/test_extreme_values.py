@@ -14,12 +14,17 @@ import torch
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
+from surefoot.drafters.dspark import DSparkDrafter
+from surefoot.drafters.prompt_lookup import PromptLookupDrafter
 from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine
 from surefoot.engine.options import EngineOptions
 from surefoot.errors import RequestError, SurefootError
 from surefoot.sampling import SamplingParams
-from tests.engine.engines import build
+from surefoot.speculation.breaker import Breaker
+from surefoot.speculation.planner import CausalPlanner, ForcedWidths, StalePlanner
+from surefoot.speculation.stopping import StoppingPlanner
+from tests.engine.engines import build, tiny_drafter
 from tests.tiny_models import tiny_target
 
 VOCABULARY = 13
@@ -138,3 +143,45 @@ def test_any_engine_option_is_refused_or_served(chosen: dict[str, Any]) -> None:
         one_line(problem)
     finally:
         torch.set_num_threads(threads)
+
+
+CONSTRUCTORS: dict[Any, dict[str, Any]] = {
+    PromptLookupDrafter: {"gamma": 4, "max_match": 16, "min_match": 2},
+    Breaker: {"min_acceptance": 0.6, "min_proposals": 32, "pause_steps": 64},
+    StalePlanner: {"gamma": 4, "min_width": 0, "max_width": 4, "min_gain": 0.0},
+    CausalPlanner: {"gamma": 4, "min_width": 0, "max_width": 4},
+    StoppingPlanner: {"gamma": 4, "min_width": 0, "max_width": 4},
+}
+
+
+@pytest.mark.parametrize("made", CONSTRUCTORS)
+@given(data=st.data())
+@settings(max_examples=150, **LIMITS)
+def test_any_argument_of_a_constructor_is_refused_or_kept_as_a_number(made: Any, data: st.DataObject) -> None:
+    good = CONSTRUCTORS[made]
+    name = data.draw(st.sampled_from(sorted(good)))
+    value = data.draw(VALUES)
+    try:
+        kept = getattr(made(**{**good, name: value}), name)
+    except SurefootError as problem:
+        return one_line(problem)
+    if value is None:
+        assert name == "max_width"
+    else:
+        assert type(kept) is type(good[name])
+        assert kept == type(kept)(value)
+        assert 0 <= kept < math.inf
+    event("kept")
+
+
+@pytest.mark.parametrize("pattern", [[], [-1], [1.5], [math.nan], [True], ["1"], [None], [1 << 70]])
+def test_forced_widths_are_whole_numbers(pattern: list[Any]) -> None:
+    with pytest.raises(SurefootError, match="forced width"):
+        ForcedWidths(pattern)
+
+
+@pytest.mark.parametrize("gamma", [0, -1, 1.5, True, "2", 5, math.nan])
+def test_a_drafters_gamma_is_checked(gamma: Any) -> None:
+    model = tiny_drafter(target(), "dspark", 4).model  # type: ignore[union-attr]
+    with pytest.raises(SurefootError, match="gamma"):
+        DSparkDrafter(model, gamma)

@@ -123,7 +123,7 @@ def test_no_device_read(monkeypatch: pytest.MonkeyPatch) -> None:
     [(0, {}), (3, {"min_match": 0}), (3, {"min_match": 9, "max_match": 4}), (3, {"max_match": 256})],
 )
 def test_bad_options(gamma, limits) -> None:
-    with pytest.raises(ConfigurationError, match=r"gamma 0|min_match"):
+    with pytest.raises(ConfigurationError, match=r"gamma is 0|min_match"):
         PromptLookupDrafter(gamma, **limits)
 
 

@@ -22,6 +22,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 @pytest.mark.parametrize("width", [None, "0,3,1"])
 def test_a_trace_replays(tmp_path: Path, drafter: str, width: str | None) -> None:
     engine = build(tiny_target(), drafter, width=width)
+    with pytest.raises(ConfigurationError, match=f"there is no directory {tmp_path / 'new'}"):
+        TraceWriter(tmp_path / "new" / "trace.jsonl", engine.describe())
+    (tmp_path / "new").mkdir()
     writer = TraceWriter(tmp_path / "new" / "trace.jsonl", engine.describe())
     engine.add_observer(writer)
     requests = engine.run(PROMPTS, GREEDY)

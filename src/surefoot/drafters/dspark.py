@@ -60,7 +60,7 @@ class DSparkDrafter(Drafter):
         config = model.config
         self.gamma = config.gamma if gamma is None else gamma
         self.origin, self.checkpoint = origin or f"{config.kind} drafter", checkpoint
-        if not 1 <= self.gamma <= config.gamma:
+        if not isinstance(self.gamma, int) or isinstance(self.gamma, bool) or not 1 <= self.gamma <= config.gamma:
             raise DrafterError(
                 f"gamma {gamma} for {self.origin}: it was trained for blocks of {config.gamma} draft tokens; "
                 f"allowed are 1 to {config.gamma}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
+from surefoot.validation import integer
 
 
 class PromptLookupDrafter(Drafter):
@@ -30,13 +31,12 @@ class PromptLookupDrafter(Drafter):
             max_match: match lengths are told apart up to this many tokens, 255 at most; the work grows with it.
             min_match: a shorter match proposes nothing. A single common token matches almost anywhere.
         """
-        if gamma < 1:
-            raise ConfigurationError(f"gamma {gamma} for prompt lookup: must be at least 1 (use drafter 'none' for 0)")
-        if not 1 <= min_match <= max_match <= 255:
-            raise ConfigurationError(
-                f"min_match {min_match}, max_match {max_match}: need 1 <= min_match <= max_match <= 255"
-            )
-        self.gamma, self.max_match, self.min_match = gamma, max_match, min_match
+        remedy = "a match is told apart up to max_match tokens, and proposes from min_match on"
+        self.gamma = integer(
+            "gamma", gamma, ConfigurationError, low=1, high=1 << 12, remedy="use drafter 'none' to draft nothing"
+        )
+        self.max_match = integer("max_match", max_match, ConfigurationError, low=1, high=255, remedy=remedy)
+        self.min_match = integer("min_match", min_match, ConfigurationError, low=1, high=self.max_match, remedy=remedy)
 
     def propose(self, context: DraftContext, sampler: DraftSampler | None = None) -> Draft:
         """One pass over the histories of all requests; q is a point mass on the proposal, so the sampler is not used.

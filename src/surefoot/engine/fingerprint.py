@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ def fingerprint(
     """Everything that decides what a step of this engine costs, in plain JSON data."""
     device = target.device
     return {
-        "model": Path(target.name).name if Path(target.name).exists() else target.name,
+        "model": Path(target.name).name if os.path.exists(target.name) else target.name,
         "config": _digest(target.config.to_dict()),
         "dtype": str(target.dtype).removeprefix("torch."),
         "packed": any(True for _ in packed_layers(target)),
@@ -84,7 +85,7 @@ def table_path(wanted: Mapping[str, Any]) -> Path:
 def find_table(wanted: Mapping[str, Any]) -> CostTable | None:
     """The saved table of this engine, or the smallest one that was measured for more requests; None if there is none."""
     exact = table_path(wanted)
-    paths = [exact] if exact.exists() else sorted(tables_directory().glob("*.json"))
+    paths = [exact] if os.path.exists(exact) else sorted(tables_directory().glob("*.json"))
     tables = [table for path in paths if (table := _read_cached(path)) is not None]
     fitting = [table for table in tables if table.fingerprint == serving(table, wanted)]
     return min(fitting, key=lambda table: table.fingerprint["max_num_seqs"], default=None)
@@ -99,7 +100,7 @@ def tables_of_model(names: Iterable[str]) -> list[CostTable]:
 
 def saved_table(path: Path, wanted: Mapping[str, Any]) -> CostTable | None:
     """The table in `path`, if there is a readable one of this very engine."""
-    table = _read_cached(path) if path.exists() else None
+    table = _read_cached(path) if os.path.exists(path) else None
     return table if table is not None and table.fingerprint == wanted else None
 
 

@@ -87,13 +87,14 @@ class TraceWriter:
     The first line describes the engine and holds no block.
 
     Raises:
-        ConfigurationError: the file cannot be written.
+        ConfigurationError: the file cannot be written; its directory must exist.
     """
 
     def __init__(self, path: str | Path, engine: dict[str, Any]) -> None:
         self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise ConfigurationError(f"cannot write the trace {path}: there is no directory {self.path.parent}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", encoding="utf-8")
         except OSError as problem:
             raise ConfigurationError(f"cannot write the trace {path}: {problem.strerror or problem}") from problem

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from surefoot.errors import ConfigurationError
+from surefoot.validation import LARGEST_INT32, integer, number
+
 
 class BreakerState(str, Enum):
     """`closed`: speculating. `open`: target only. `probing`: speculating again after a pause, on trial."""
@@ -33,6 +36,16 @@ class Breaker:
     _proposed: int = 0
     _accepted: int = 0
     _paused: int = 0
+
+    def __post_init__(self) -> None:
+        self.min_acceptance = number(
+            "min_acceptance", self.min_acceptance, ConfigurationError, low=0.0, high=1.0, remedy="0.6 is the default"
+        )
+        for name in ("min_proposals", "pause_steps"):
+            value = integer(
+                name, getattr(self, name), ConfigurationError, low=1, high=LARGEST_INT32, remedy="see Breaker"
+            )
+            setattr(self, name, value)
 
     @property
     def allows(self) -> bool:

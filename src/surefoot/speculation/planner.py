@@ -32,8 +32,10 @@ from surefoot.speculation.cost import CostTable
 from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.ranking import GRID, Floats, mandatory, on_grid, ranked, sums, widths_of
 from surefoot.speculation.survival import PublishedSurvival
+from surefoot.validation import integer, number
 
 CONTEXT_STEP = 16  # tokens; costs are looked up this coarsely
+MOST_WIDTH = 1 << 12
 KEPT_COSTS = 64
 
 
@@ -98,6 +100,10 @@ class StepLoad(NamedTuple):
         return len(self.limits) if self.model_requests is None else min(self.model_requests, len(self.limits))
 
 
+def _width(name: str, value: int) -> int:
+    return integer(name, value, ConfigurationError, low=0, high=MOST_WIDTH, remedy="a number of draft tokens")
+
+
 class ForcedWidths:
     """One width for all requests, or a pattern that rotates over requests and steps: "3", "0,3,1,7".
 
@@ -105,9 +111,9 @@ class ForcedWidths:
     """
 
     def __init__(self, pattern: Sequence[int]) -> None:
-        if not pattern or any(width < 0 for width in pattern):
-            raise ConfigurationError(f"forced widths must be one or more integers >= 0, got {list(pattern)}")
-        self.pattern = tuple(int(width) for width in pattern)
+        if not pattern:
+            raise ConfigurationError("forced widths must be one or more integers >= 0, got none")
+        self.pattern = tuple(_width("forced width", width) for width in pattern)
 
     @classmethod
     def parse(cls, text: str | int | Sequence[int]) -> ForcedWidths:
@@ -149,6 +155,9 @@ class Planner:
     trim_beside_prefill: bool = False
 
     def __post_init__(self) -> None:
+        self.gamma, self.min_width = _width("gamma", self.gamma), _width("min_width", self.min_width)
+        if self.max_width is not None:
+            self.max_width = _width("max_width", self.max_width)
         self._kept_version = self.costs.version
         self._kept: dict[tuple[object, ...], Floats] = {}  # step costs of that version
         widest = self.gamma if self.max_width is None else self.max_width
@@ -241,6 +250,10 @@ class StalePlanner(Planner):
 
     forecast: bool = True
     min_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.min_gain = number("min_gain", self.min_gain, ConfigurationError, low=0.0, remedy="0 is the default")
 
     def decide(self, published: PublishedSurvival, load: StepLoad) -> Decision:
         """Choose the budget of one step.

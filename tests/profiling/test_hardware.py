@@ -25,6 +25,9 @@ def test_missing_native_kernels_come_with_their_reason(monkeypatch: pytest.Monke
     assert hardware.native_kernels() == (False, "native kernels could not be built (no compiler)")
     monkeypatch.setattr(native, "available", lambda: True)
     assert hardware.native_kernels() == (True, "")
+    monkeypatch.setattr(native, "available", lambda: not unavailable())
+    with pytest.warns(RuntimeWarning, match="native kernels"):  # said while they were built: passed on, not swallowed
+        assert hardware.native_kernels() == (True, "")
     monkeypatch.setenv("SUREFOOT_NATIVE", "0")
     assert hardware.native_kernels() == (False, "switched off by SUREFOOT_NATIVE=0")
 

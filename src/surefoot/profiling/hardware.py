@@ -71,6 +71,8 @@ def native_kernels() -> tuple[bool, str]:
         warnings.simplefilter("always")
         built = native.available()
     if built:
+        for warning in caught:  # a damaged library that was built anew, a cache that cannot be written
+            warnings.warn(warning.message, stacklevel=2)
         return True, ""
     return False, str(caught[-1].message) if caught else "could not be built; the warning came earlier in this process"
 

@@ -73,7 +73,7 @@ def trial(
         for _ in range(times):
             if terminal.process.poll() is None:
                 os.kill(terminal.process.pid, number)
-        code = terminal.wait(END_SECONDS)
+        code = terminal.wait(END_SECONDS, dump=True)
         assert terminal.is_sane, f"the terminal is not as it was; shown: {terminal.text!r}"
         for word in BAD_WORDS:
             assert word not in terminal.text, terminal.text
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="convert the target anew in every trial")
     given = parser.parse_args()
     number, draw = signal.Signals[f"SIG{given.signal}"], random.Random(given.seed)
-    command = [sys.executable, "-m", "surefoot", "generate", "def main(", "-m", given.model]
+    command = [sys.executable, "-X", "faulthandler", "-m", "surefoot", "generate", "def main(", "-m", given.model]
     command += ["--max-tokens", str(given.max_tokens)]
     with tempfile.TemporaryDirectory(prefix="interrupts-") as home:
         cache, ends = Path(home), Counter[int]()

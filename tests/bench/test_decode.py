@@ -10,7 +10,16 @@ import torch
 
 from surefoot import LLM, SamplingParams
 from surefoot.bench import decode
-from surefoot.bench.decode import INT8, SPECULATIVE, TARGET_ONLY, TRANSFORMERS, Decode, Difference, Row, measure_decode
+from surefoot.bench.decode import (
+    INT8,
+    SPECULATIVE,
+    TARGET_ONLY,
+    TRANSFORMERS,
+    ArmAnswers,
+    Decode,
+    Difference,
+    measure_decode,
+)
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
 from surefoot.targets.loading import load_untouched
@@ -73,9 +82,9 @@ def test_where_texts_part_the_distance_of_the_candidates_is_said(checkpoint: Pat
 
 def test_ratios_are_those_of_the_same_prompts() -> None:
     rows = [
-        Row(TRANSFORMERS, [1.0, 10.0, 100.0], [[1], [2], [3]]),
-        Row(TARGET_ONLY, [3.0, 20.0, 200.0], [[1], [2], [3]], weight_bytes=10**9),
-        Row(SPECULATIVE, [6.0, 60.0, 200.0], [[1], [2], [4]]),
+        ArmAnswers(TRANSFORMERS, [1.0, 10.0, 100.0], [[1], [2], [3]]),
+        ArmAnswers(TARGET_ONLY, [3.0, 20.0, 200.0], [[1], [2], [3]], weight_bytes=10**9),
+        ArmAnswers(SPECULATIVE, [6.0, 60.0, 200.0], [[1], [2], [4]]),
     ]
     found = Decode(rows, 40.0, [], drafted=9)
     assert found.ratio(TARGET_ONLY, TRANSFORMERS) == 2.0

@@ -13,8 +13,8 @@ from surefoot.bench.prompts import BUILT_IN
 from surefoot.bench.throughput import (
     TURN_STEPS,
     TURNS,
-    Job,
-    Row,
+    ArmFigures,
+    BenchJob,
     Throughput,
     build_arms,
     jobs_of,
@@ -52,7 +52,7 @@ def test_a_run_answers_every_prompt_and_never_exceeds_its_concurrency() -> None:
         return step()
 
     arm.engine.step = watched  # type: ignore[method-assign, assignment]
-    run = run_arm(arm.engine, [Job(prompt, PARAMS) for prompt in PROMPTS], concurrency=2)
+    run = run_arm(arm.engine, [BenchJob(prompt, PARAMS) for prompt in PROMPTS], concurrency=2)
     assert most == 2
     assert run.tokens == 30
     assert [len(text) for text in run.texts] == [10, 10, 10]
@@ -165,8 +165,8 @@ def test_what_an_arm_learns_about_its_sources_stays_with_it() -> None:
     assert [choice.costs.table for choice in choices] == [None, table]
 
 
-def row(arm: str, speed: float) -> Row:
-    return Row(4, arm, speed, None, 0.0, 1.0, 1.0, 0.0, None, {}, {}, None, [speed])
+def row(arm: str, speed: float) -> ArmFigures:
+    return ArmFigures(4, arm, speed, None, 0.0, 1.0, 1.0, 0.0, None, {}, {}, None, [speed])
 
 
 def test_the_summary_names_the_best_arm() -> None:

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -77,10 +78,13 @@ class Terminal:
             assert time.monotonic() < end, f"no {text!r} in {self.text!r}"
             self.read()
 
-    def wait(self, seconds: float = 60.0) -> int:
-        """Until the process has ended; its exit code as a shell counts."""
+    def wait(self, seconds: float = 60.0, *, dump: bool = False) -> int:
+        """Until the process has ended; its exit code as a shell counts. `dump`: a process that hangs shows its stacks."""
         end = time.monotonic() + seconds
         while self.process.poll() is None:
+            if dump and time.monotonic() > end:
+                self.process.send_signal(signal.SIGABRT)
+                self.read(2.0)
             assert time.monotonic() < end, f"still running: {self.text!r}"
             self.read()
         self.read()

@@ -10,7 +10,7 @@ import pytest
 
 from surefoot.bench import planner
 from surefoot.bench.decode import Decode
-from surefoot.bench.throughput import Row, jobs_of
+from surefoot.bench.throughput import ArmFigures, jobs_of
 from surefoot.kernels import native
 from surefoot.sampling import SamplingParams
 from tests.cli.conftest import strict_json
@@ -40,7 +40,7 @@ def test_throughput_has_every_column(run: Callable[..., Any], checkpoints: Path,
     assert strict_json(saved.read_text())["rows"] == found["rows"]
     assert [(row["concurrency"], row["arm"]) for row in found["rows"]] == [(c, arm) for c in (1, 3) for arm in ARMS]
     for row in found["rows"]:
-        assert set(row) == set(Row.__dataclass_fields__)
+        assert set(row) == set(ArmFigures.__dataclass_fields__)
         assert row["identical"] is True
         assert row["tokens_per_s"] > 0
         assert row["ratio"] == pytest.approx(

@@ -180,11 +180,42 @@ def test_an_interrupt_that_is_lost_in_a_destructor_comes_again() -> None:
     assert (done.stdout, done.stderr) == ("came again\n", "")
 
 
+def test_compilers_that_a_command_has_started_end_with_it(tmp_path: Path) -> None:
+    """Signals for this process alone do not reach them, and the thread that waits for them cannot be interrupted."""
+    code = f"""if True:
+        import signal, subprocess, threading, time
+        from surefoot.cli import process as citizen
+        citizen.prepare()
+        def build():
+            compiler = subprocess.Popen(["bash", "-c", "sleep 60 & wait"])
+            open({str(tmp_path / "pid")!r}, "w").write(str(compiler.pid))
+            compiler.wait()
+            open({str(tmp_path / "cleaned")!r}, "w").close()
+        threading.Thread(target=build, daemon=True).start()
+        while not __import__("os").path.exists({str(tmp_path / "pid")!r}):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        with citizen.interruptible():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                citizen.end_after_signal(130)
+        """
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert time.monotonic() - begin < 40
+    assert (tmp_path / "cleaned").exists()
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_a_command_that_does_not_end_after_a_signal_is_ended() -> None:
     code = """if True:
         import signal, time
         from surefoot.cli import process as citizen
         citizen.GRACE_SECONDS = 0.3
+        citizen.prepare()
         with citizen.interruptible():
             try:
                 signal.raise_signal(signal.SIGTERM)

@@ -43,7 +43,7 @@ class Difference:
 
 
 @dataclass
-class Row:
+class ArmAnswers:
     """One arm over all prompts."""
 
     arm: str
@@ -60,12 +60,12 @@ class Row:
 class Decode:
     """All arms, what the memory allows, and where texts part."""
 
-    rows: list[Row]
+    rows: list[ArmAnswers]
     stream_gb_s: float | None  # None without native kernels
     differences: list[Difference]
     drafted: int  # tokens, in all answers of the speculative arm
 
-    def row(self, arm: str) -> Row:
+    def row(self, arm: str) -> ArmAnswers:
         return next(row for row in self.rows if row.arm == arm)
 
     def ratio(self, arm: str, to: str) -> float:
@@ -123,18 +123,21 @@ def measure_decode(
         quantized: an engine on int8 weights, if that is wanted.
         prompts: token ids.
         max_tokens: of every answer, 2 at least. The speed of answers that end at their first token is left out.
+        progress: called with the share of the answers that are done, those that only warm up among them.
 
     Raises:
         ConfigurationError: `max_tokens` is too small, or every answer ended at its first token.
     """
     if max_tokens < 2:
-        raise ConfigurationError(
-            f"max_tokens is {max_tokens}; allowed: 2 or more, for the speed behind the first token"
-        )
+        raise ConfigurationError(f"max_tokens is {max_tokens}; allowed: 2 or more, for the speed after the first token")
     plain.generation_config = GenerationConfig()  # else `generate` fills gaps with the model's own, penalties and all
-    rows = [Row(TRANSFORMERS), Row(TARGET_ONLY, weight_bytes=_read_bytes(engine)), Row(SPECULATIVE)]
+    rows = [
+        ArmAnswers(TRANSFORMERS),
+        ArmAnswers(TARGET_ONLY, weight_bytes=_read_bytes(engine)),
+        ArmAnswers(SPECULATIVE),
+    ]
     if quantized is not None:
-        rows.append(Row(INT8, weight_bytes=_read_bytes(quantized)))
+        rows.append(ArmAnswers(INT8, weight_bytes=_read_bytes(quantized)))
     eos, drafted = sorted(engine.target.eos_token_ids), 0
 
     def answer(arm: str, prompt: list[int], length: int) -> tuple[list[int], float]:
@@ -151,8 +154,11 @@ def measure_decode(
 
     data = torch.ones(STREAM_BYTES, dtype=torch.int8) if native.available() else None
     streams: list[float] = []
+    total, done = len(rows) * (len(prompts) + 1), 0
     for row in rows:  # compiles kernels, touches every weight; not measured
         answer(row.arm, prompts[0], 4)
+        done += 1
+        progress(done / total)
     for index, prompt in enumerate(prompts):
         speeds: dict[str, float] = {}
         for turn in range(len(rows)):
@@ -163,7 +169,8 @@ def measure_decode(
                 speeds[row.arm] = speed
             if data is not None:
                 streams.append(engine.loop.call(lambda _: _stream_gb_s(data)))
-            progress((index + (turn + 1) / len(rows)) / len(prompts))
+            done += 1
+            progress(done / total)
         if len(speeds) == len(rows):
             for row in rows:
                 row.speeds.append(speeds[row.arm])

@@ -83,7 +83,7 @@ def build_arms(
 
 
 @dataclass
-class Run:
+class ArmRun:
     """One arm over all jobs once."""
 
     tokens: int = 0
@@ -104,14 +104,14 @@ class Run:
         return self.tokens / self.seconds
 
 
-class Job(NamedTuple):
+class BenchJob(NamedTuple):
     """One prompt to answer."""
 
     prompt: list[int]  # token ids
     params: SamplingParams
 
 
-def jobs_of(prompts: Sequence[list[int]], params: SamplingParams, count: int) -> list[Job]:
+def jobs_of(prompts: Sequence[list[int]], params: SamplingParams, count: int) -> list[BenchJob]:
     """`count` jobs, the prompts round and round; lengths of answers are spread over half to one and a half of `max_tokens`.
 
     Equal lengths would be a gift to arms that advance in step: their answers all end at once, and the prompts behind them
@@ -120,19 +120,20 @@ def jobs_of(prompts: Sequence[list[int]], params: SamplingParams, count: int) ->
     assert params.max_tokens is not None
     lengths = (max(1, round(params.max_tokens * (0.5 + index * GOLDEN % 1))) for index in range(count))
     return [
-        Job(prompts[index % len(prompts)], replace(params, max_tokens=length)) for index, length in enumerate(lengths)
+        BenchJob(prompts[index % len(prompts)], replace(params, max_tokens=length))
+        for index, length in enumerate(lengths)
     ]
 
 
-def run_arm(engine: Engine, jobs: Sequence[Job], concurrency: int) -> Run:
+def run_arm(engine: Engine, jobs: Sequence[BenchJob], concurrency: int) -> ArmRun:
     """Do all jobs, `concurrency` at a time: the next one enters when one has ended."""
-    run = Run()
+    run = ArmRun()
     for _ in _steps(run, engine, jobs, concurrency):
         pass
     return run
 
 
-def _steps(run: Run, engine: Engine, jobs: Sequence[Job], concurrency: int) -> Iterator[None]:
+def _steps(run: ArmRun, engine: Engine, jobs: Sequence[BenchJob], concurrency: int) -> Iterator[None]:
     """The steps of one run, which it fills in; its clock stands still between them."""
     waiting, requests = deque(jobs), list[Request]()
     reports: list[StepReport] = []
@@ -161,14 +162,14 @@ def _steps(run: Run, engine: Engine, jobs: Sequence[Job], concurrency: int) -> I
 
 
 def _run_together(
-    engines: Sequence[Engine], jobs: Sequence[Job], concurrency: int, progress: Callable[[float], None]
-) -> list[Run]:
+    engines: Sequence[Engine], jobs: Sequence[BenchJob], concurrency: int, progress: Callable[[float], None]
+) -> list[ArmRun]:
     """One run of every engine, in the order given.
 
     Turn by turn, the next is that of the run with the fewest tokens so far: all are under way until the end, whatever their
     speeds.
     """
-    runs = [Run() for _ in engines]
+    runs = [ArmRun() for _ in engines]
     courses = {
         index: _steps(run, engine, jobs, concurrency)
         for index, (run, engine) in enumerate(zip(runs, engines, strict=True))
@@ -185,7 +186,7 @@ def _run_together(
     return runs
 
 
-def _take(run: Run, report: StepReport, wall_ms: float) -> None:
+def _take(run: ArmRun, report: StepReport, wall_ms: float) -> None:
     stages, decision = report.outputs.laps, report.plan.decision
     assert stages is not None  # it is being watched
     assert decision is not None
@@ -200,7 +201,7 @@ def _take(run: Run, report: StepReport, wall_ms: float) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class ArmFigures:
     """One arm at one concurrency: medians over the repeats."""
 
     concurrency: int
@@ -222,7 +223,7 @@ class Row:
 class Throughput:
     """All arms at all concurrencies."""
 
-    rows: list[Row]
+    rows: list[ArmFigures]
 
     def to_dict(self) -> dict[str, Any]:
         return {"rows": [asdict(row) for row in self.rows], "summary": self.summary()}
@@ -248,14 +249,14 @@ def measure_throughput(
     requests: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Throughput:
-    """Run every arm at every concurrency `repeats` times.
+    """ArmRun every arm at every concurrency `repeats` times.
 
     Args:
         prompts: token ids; taken round and round until there are enough.
         params: of all requests; `max_tokens` is the mean length of answers (see `jobs_of`).
         requests: per run; None takes every prompt once, and at least `TURNS` times as many as run at once.
     """
-    runs: dict[tuple[int, str], list[Run]] = {(count, arm.name): [] for count in concurrency for arm in arms}
+    runs: dict[tuple[int, str], list[ArmRun]] = {(count, arm.name): [] for count in concurrency for arm in arms}
     rounds = [(0, max(concurrency)), *((repeat, count) for repeat in range(repeats) for count in concurrency)]
 
     def show(share: float) -> None:
@@ -276,7 +277,7 @@ def measure_throughput(
     return Throughput(rows)
 
 
-def _row(count: int, arm: str, runs: list[Run], plain: list[Run] | None, greedy: bool) -> Row:
+def _row(count: int, arm: str, runs: list[ArmRun], plain: list[ArmRun] | None, greedy: bool) -> ArmFigures:
     speed = median(run.tokens_per_s for run in runs)
     widths: Counter[int] = sum((run.widths for run in runs), Counter())
     reasons: Counter[str] = sum((run.reasons for run in runs), Counter())
@@ -284,7 +285,7 @@ def _row(count: int, arm: str, runs: list[Run], plain: list[Run] | None, greedy:
     def pooled(name: str) -> float:
         return _median([value for run in runs for value in getattr(run, name)])
 
-    return Row(
+    return ArmFigures(
         concurrency=count,
         arm=arm,
         tokens_per_s=speed,

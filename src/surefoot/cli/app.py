@@ -41,7 +41,11 @@ class Commands(TyperGroup):
             raise typer.Exit(process.EXIT_USER_ERROR) from None
         except KeyboardInterrupt:
             note("")
+            process.end_after_signal(process.EXIT_INTERRUPTED)
             raise typer.Exit(process.EXIT_INTERRUPTED) from None
+        except process.Terminated as end:
+            process.end_after_signal(end.code)
+            raise
         except OSError as problem:
             if (code := _unwritable(problem)) is None:
                 raise

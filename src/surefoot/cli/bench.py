@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
+from surefoot.cli.process import EXIT_FAILED
 from surefoot.cli.profile import measure_missing, measure_now
 from surefoot.cli.progress import progress_bar
-from surefoot.cli.report import note, print_json
+from surefoot.cli.report import alarm, json_ready, note, print_json
 from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
 
@@ -78,6 +79,7 @@ def decode(
     from surefoot.bench.decode import measure_decode
     from surefoot.targets.loading import load_untouched
 
+    note("loading the same weights in transformers' own model …")
     plain = load_untouched(model, dtype=dtype, trust_remote_code=trust_remote_code)
     with progress_bar("benchmark") as show:
         found = measure_decode(plain, llm, quantized, [prompt.tokens(tokenizer) for prompt in asked], max_tokens, show)
@@ -88,19 +90,24 @@ def decode(
         "prompts": str(prompts or "built-in"),
         "max_tokens": max_tokens,
     }
+    _deliver(facts, output, json, lambda: _print_decode(found))
+    if not found.identical:
+        alarm("TEXTS DIFFER with and without speculation, which must never happen")
+    if not found.drafted:
+        alarm("NOTHING WAS DRAFTED: the speculative arm did not speculate")
+    if not (found.identical and found.drafted):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _deliver(facts: dict[str, Any], output: Path | None, json: bool, show: Callable[[], None]) -> None:
+    """Save the figures where that is asked for, and print them as JSON or by `show`."""
     if output is not None:
         from surefoot.speculation.json_files import write_object
 
-        write_object(output, facts)
-    print_json(facts) if json else _print_decode(found)
+        write_object(output, json_ready(facts))
+    print_json(facts) if json else show()
     if output is not None:
         note(f"saved to {output}")
-    if not found.identical:
-        typer.secho("TEXTS DIFFER with and without speculation, which must never happen", err=True, fg="red", bold=True)
-    if not found.drafted:
-        typer.secho("NOTHING WAS DRAFTED: the speculative arm did not speculate", err=True, fg="red", bold=True)
-    if not (found.identical and found.drafted):
-        raise typer.Exit(1)
 
 
 def _print_decode(found: Decode) -> None:
@@ -165,7 +172,7 @@ def throughput(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of every arm; speeds are medians.")] = 3,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
     max_tokens: options.MaxTokens = 64,
     trace: options.Trace = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the figures as JSON.")] = None,
@@ -246,18 +253,13 @@ def throughput(
         "temperature": temperature,
         "repeats": repeats,
     }
-    if output is not None:
-        from surefoot.speculation.json_files import write_object
-
-        write_object(output, facts)
-    if json:
-        print_json(facts)
-        return
-    _print(found)
-    if planned is not None:
+    _deliver(facts, output, json, lambda: _print_throughput(found))
+    if planned is not None and not json:
         note(f"adaptive: {planned.policy.describe()}")
-    if output is not None:
-        note(f"saved to {output}")
+    differing = [f"{row.arm} at {row.concurrency}" for row in found.rows if row.identical is False]
+    if differing:
+        alarm(f"TEXTS DIFFER from target-only at temperature 0, which must never happen: {', '.join(differing)}")
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _counts(text: str) -> list[int]:
@@ -267,7 +269,7 @@ def _counts(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _print(found: Throughput) -> None:
+def _print_throughput(found: Throughput) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -308,11 +310,6 @@ def _print(found: Throughput) -> None:
             "" if line["adaptive_share"] is None else f", adaptive reaches {100 * line['adaptive_share']:.1f} % of it"
         )
         console.print(f"{line['concurrency']} at once: best is {line['best']}{share}", highlight=False)
-    differing = [f"{row.arm} at {row.concurrency}" for row in found.rows if row.identical is False]
-    if differing:
-        typer.secho(
-            f"TEXTS DIFFER from target-only at temperature 0: {', '.join(differing)}", err=True, fg="red", bold=True
-        )
 
 
 def planner(json: options.Json = False) -> None:

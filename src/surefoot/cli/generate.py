@@ -146,7 +146,8 @@ def generate(
     profile_command = None
     if cost_table == "auto":
         profile_command = options.command_line(
-            *("profile",),
+            "profile",
+            "--trust-remote-code" if trust_remote_code else None,
             model=model,
             drafter=None if drafter == "auto" else drafter,
             gamma=gamma,

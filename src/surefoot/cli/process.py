@@ -16,10 +16,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,13 +34,17 @@ EXIT_BROKEN_PIPE = 141
 GRACE_SECONDS = 15.0
 """After a signal, cleaning up may take this long (a step of a large model, a file being written); then the process ends."""
 
+LAST_SECONDS = 0.5
+"""After that, how long other threads may take to notice that their compilers have ended."""
+
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EBADF}
 """Errors of writing that are the machine's and not a bug."""
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_WATCHDOG = "surefoot-watchdog"
 _SHOW_CURSOR = "\x1b[?25h"
 
-_watchdog: threading.Timer | None = None
+_watchdog: int | None = None  # a pipe to the thread that ends the process if nothing else does
 _terminal: Any = None  # settings of the terminal at the start
 
 
@@ -53,6 +60,7 @@ def prepare() -> None:
         print("error: standard output is closed: redirect it, to /dev/null if nobody wants it", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     _remember_terminal()
+    _start_watchdog()
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a mark instead
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -99,6 +107,12 @@ def discard_output() -> None:
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
+class Terminated(SystemExit):
+    """Raised for SIGTERM and SIGHUP."""
+
+    code: int
+
+
 def _quit_at_once(number: int, frame: FrameType | None) -> None:
     """While modules are imported, and after a command has ended, there is nothing to clean up."""
     restore_terminal()
@@ -107,22 +121,77 @@ def _quit_at_once(number: int, frame: FrameType | None) -> None:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     """End the command through its `finally` blocks; the watchdog ends it if they hang, or if the exception is lost."""
-    global _watchdog
-    if _watchdog is None:
-        _watchdog = threading.Timer(GRACE_SECONDS, _quit_at_once, (number, None))
-        _watchdog.daemon = True
-        _watchdog.start()
+    _tell_watchdog(number)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+    raise Terminated(128 + number)
+
+
+def end_after_signal(code: int) -> None:
+    """End the process once the `finally` blocks of the command have run. Only in a process that `prepare` has seen.
+
+    The engine's thread may still be loading or compiling, which nobody waits for any more: compilers are ended, the thread has
+    a moment to remove their files, and what it says about that is for nobody.
+    """
+    if _watchdog is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    restore_terminal()
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    for child in _descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGTERM)
+    end = time.monotonic() + LAST_SECONDS
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.name != _WATCHDOG:
+            thread.join(max(0.0, end - time.monotonic()))
+    os._exit(code)
+
+
+def _descendants(process: int) -> list[int]:
+    """Children and their children, where Linux lists them."""
+    found = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
 
 
 def stay() -> None:
     """A signal was meant for something smaller than the process (an answer of `chat`): do not end."""
-    global _watchdog
+    _tell_watchdog(0)
+
+
+def _tell_watchdog(number: int) -> None:
+    """A byte in a pipe: all that a signal handler may safely do, for it may interrupt code that holds any lock."""
     if _watchdog is not None:
-        _watchdog.cancel()
-        _watchdog = None
+        with contextlib.suppress(OSError):
+            os.write(_watchdog, bytes([number]))
+
+
+def _start_watchdog() -> None:
+    global _watchdog
+    reader, _watchdog = os.pipe()
+    os.set_blocking(_watchdog, False)
+    threading.Thread(target=_watch, args=(reader,), name=_WATCHDOG, daemon=True).start()
+
+
+def _watch(reader: int) -> None:
+    """End the process GRACE_SECONDS after a signal, unless it stays."""
+    pending, deadline = 0, 0.0
+    while True:
+        patience = max(0.0, deadline - time.monotonic()) if pending else None
+        if not select.select([reader], [], [], patience)[0]:
+            _quit_at_once(pending, None)
+        number = os.read(reader, 1)[0]
+        if number and not pending:
+            deadline = time.monotonic() + GRACE_SECONDS
+        pending = (pending or number) if number else 0
 
 
 def _handle_by(handler: Any) -> dict[signal.Signals, Any]:

@@ -222,8 +222,12 @@ def throughput(
     if planned is not None and cost_table == "auto" and planned.policy.lacks_table:
         adaptive = planned
 
-        def profile_arm(seconds: float, progress: Callable[[float], None]) -> Profile:
-            return llm.loop.measure(lambda _, show: profile_and_save(adaptive, seconds, show), progress)
+        def profile_arm(
+            seconds: float, progress: Callable[[float], None], announce: Callable[[float], None] | None = None
+        ) -> Profile:
+            return llm.loop.measure(
+                lambda _, show: profile_and_save(adaptive, seconds, show, announce=announce), progress
+            )
 
         measure_now(profile_arm)
         for arm in built:  # arms of fixed widths may choose their sources by it; what they see of drift stays with them

@@ -135,7 +135,14 @@ def test_a_scale_that_nothing_reads_is_refused_by_name(checkpoint, ending):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.weight", "lm_head.bias"]
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.c_attn.bias",
+        "model.layers.0.vision_gate.weight",
+        "model.layers.3.mlp.up_proj.weight",
+        "lm_head.bias",
+    ],
 )
 def test_a_weight_that_the_model_has_no_place_for_is_refused_by_name(checkpoint, name):
     edit(checkpoint, lambda tensors: tensors.update({name: torch.ones(4)}))
@@ -147,6 +154,7 @@ def test_a_weight_that_the_model_has_no_place_for_is_refused_by_name(checkpoint,
     "name",
     [
         "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.attn.masked_bias",
         "model.layers.0.self_attn.k_scale",
         "model.layers.0.mlp.up_proj.input_scale",
         "mtp.layers.0.mlp.up_proj.weight",

@@ -30,14 +30,14 @@ _SCALE_ENDINGS = ("_scale", "_scale_inv")
 _SCALE_LIKE = re.compile(
     r"(scale|scales|scale_inv|zeros|zero_point|absmax|qweight|qzeros|g_idx|quant_map|packed|nested)(_\d+)?$"
 )
-# Tensors that a target does not need, whatever its architecture.
+# Tensors that a target does not need, whatever its architecture. Heads and encoders are such only outside the layers.
 _HARMLESS = (
     (re.compile(r"(input|output|activation)_scale$"), "scales of quantised activations; surefoot does not quantise them"),
     (re.compile(r"(^|\.)[kqv](_proj\.output)?_scale$|kv_scale$"), "scales of a quantised cache; surefoot's is not"),
     (re.compile(r"inv_freq$|rotary_emb\."), "rotary frequencies, computed from the configuration"),
-    (re.compile(r"attn\.(masked_)?bias$|attention\.(masked_)?bias$|causal_mask$"), "causal masks stored as buffers"),
-    (re.compile(r"(^|\.)(mtp|nextn|mtp_block|multi_token)"), "heads that predict several tokens"),
-    (re.compile(r"(^|\.)(visual|vision\w*|image\w*|audio\w*|m\w*_projector|embed_vision)\."), "encoders of other media"),
+    (re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$"), "causal masks stored as buffers"),
+    (re.compile(r"^([a-z_]+\.){0,2}(mtp|nextn|multi_token)"), "heads that predict several tokens"),
+    (re.compile(r"^([a-z_]+\.){0,2}(visual|vision\w*|image\w*|audio\w*|m\w*_projector|embed_vision)\."), "other media"),
     (re.compile(r"(position_ids|num_batches_tracked|\.version)$"), "buffers without weights"),
 )  # fmt: skip
 # model_type -> why its activations leave float16's range (65,504); the field's engines refuse or warn for the same ones.

@@ -1,6 +1,6 @@
 """The process around a command: exit codes, standard streams, signals. Imports nothing that takes time.
 
-Exit codes (the only list of them; `docs/` and `surefoot --help` repeat it):
+Exit codes (`surefoot --help` repeats them in one line):
 
 | code | meaning |
 |---|---|

@@ -97,7 +97,7 @@ def train(
     gamma: Annotated[int, _shape("--gamma", "-g", help="Draft tokens per block, 1 to 15.")] = 5,
     head: Annotated[str, _shape("--head", help="Sequential head: vanilla, gated, rnn, or none (DFlash).")] = "vanilla",
     rank: Annotated[int, _shape("--rank", help="Of the sequential head.")] = 128,
-    vocab: Annotated[int, _shape("--vocab", help="Words the drafter can propose, the most frequent ones.")] = 16_384,
+    vocab: Annotated[int, _shape("--vocab", help="Tokens the drafter can propose, the most frequent ones.")] = 16_384,
     hidden_size: Annotated[
         int | None, _shape("--hidden-size", help="Width of the drafter.", show_default="the target's")
     ] = None,

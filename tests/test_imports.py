@@ -44,24 +44,6 @@ LINES = 500
 LONGEST = {"surefoot.engine.step": 200}
 """Most lines of a file, and the exceptions."""
 
-# Known offenders, each with the helper who removes it.
-ARROWS_TO_GO: dict[tuple[str, str], str] = {
-    ("surefoot.profiling.calibrate", "surefoot.bench.prompts"): "drafters",
-    ("surefoot.profiling.calibrate", "surefoot.drafters.base"): "drafters",
-    ("surefoot.profiling.calibrate", "surefoot.drafters.dspark"): "drafters",
-    ("surefoot.profiling.calibrate", "surefoot.llm"): "drafters",
-    ("surefoot.profiling.calibrate", "surefoot.training.forced"): "drafters",
-    ("surefoot.profiling.calibrate", "surefoot.training.progress"): "drafters",
-    ("surefoot.profiling.profile", "surefoot.drafters.combined"): "drafters",
-}
-CIRCLES_TO_GO: dict[frozenset[str], str] = {
-    frozenset({"surefoot.drafters.checkpoint", "surefoot.drafters.dspark"}): "drafters",
-}
-LENGTHS_TO_GO: dict[str, str] = {
-    "surefoot.drafters.dspark": "drafters",
-    "surefoot.speculation.calibration": "drafters",
-}
-
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -144,17 +126,17 @@ def test_every_package_has_its_arrows_and_no_arrow_closes_a_circle() -> None:
 
 
 def test_no_module_imports_upward() -> None:
-    assert upward() - ARROWS_TO_GO.keys() == set()
+    assert upward() == set()
 
 
 def test_no_circle_between_modules() -> None:
-    assert circles(GRAPH) - CIRCLES_TO_GO.keys() == set()
+    assert circles(GRAPH) == set()
 
 
 def test_files_are_short() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     long = {name: length for name, length in lengths.items() if length > LONGEST.get(name, LINES)}
-    assert long.keys() - LENGTHS_TO_GO.keys() == set(), long
+    assert long == {}
 
 
 @pytest.mark.parametrize(

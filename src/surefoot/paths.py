@@ -1,8 +1,10 @@
-"""Where surefoot keeps what it has computed once: dequantised targets, compiled kernels, cost tables."""
+"""Where surefoot keeps what it has computed once (dequantised targets, compiled kernels, cost tables), and whole files."""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -27,3 +29,17 @@ def set_aside(path: Path) -> Path | None:
     except OSError:
         return None
     return aside
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a new file beside `path`, then rename it: a reader or a crash never meets half a file.
+
+    The file gets the permissions that the process's umask gives any new file, so that users of a shared cache can read it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -118,7 +118,7 @@ def test_a_drafter_without_a_target_is_only_described(run: Callable[..., Any], c
 def test_the_calibration_beside_a_drafter_is_read(run: Callable[..., Any], checkpoints: Path, tmp_path: Path) -> None:
     drafter = tmp_path / "drafter"
     shutil.copytree(checkpoints / "drafter", drafter)
-    assert "make one with 'surefoot calibrate'" in " ".join(run("inspect", str(drafter)).stdout.split())
+    assert "make one with 'surefoot calibrate -d " in " ".join(run("inspect", str(drafter)).stdout.split())
     Calibration([1.5, 1.0, 0.5], Provenance(dataset="lullabies")).save(drafter / "calibration.json")
     assert "made from lullabies prompts" in run("inspect", str(drafter)).stdout
     Calibration([1.5, 1.0]).save(drafter / "calibration.json")  # of another gamma

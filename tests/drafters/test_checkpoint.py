@@ -300,10 +300,10 @@ def test_missing_files(saved) -> None:
         (lambda t: t.pop("d2t"), "needs a tensor d2t of that length, found none"),
         (
             lambda t: t["d2t"].fill_(0).index_fill_(0, torch.tensor([3]), 60),
-            "maps draft ids outside the 50 target words",
+            "maps draft ids outside the 50 target tokens",
         ),
-        (lambda t: t["d2t"].sub_(torch.arange(12)), "outside the 50 target words, or two to one"),
-        (lambda t: t["t2d"].fill_(False), "t2d and d2t name different words"),
+        (lambda t: t["d2t"].sub_(torch.arange(12)), "outside the 50 target tokens, or two to one"),
+        (lambda t: t["t2d"].fill_(False), "t2d and d2t name different tokens"),
     ],
 )
 def test_damaged_vocabulary(tmp_path, change, message) -> None:

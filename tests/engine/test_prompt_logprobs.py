@@ -68,7 +68,7 @@ def test_a_preemption_loses_and_repeats_none() -> None:
     prompts = [[3, 1, 4, 1, 5, i] for i in range(5)]
     engine = build(CheapTarget(), "prompt-lookup", num_blocks=28, max_num_seqs=4)
     got = engine.run(prompts, params)
-    assert sum(r.preemptions for r in got) > 1
+    assert sum(r.preemptions for r in got) > 0
     for request, alone in zip(got, [build(CheapTarget(), "none").run([p], params)[0] for p in prompts], strict=True):
         assert [e and (e.token_id, e.top) for e in request.output.prompt_logprobs] == [
             e and (e.token_id, e.top) for e in alone.output.prompt_logprobs

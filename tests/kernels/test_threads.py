@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -95,3 +102,19 @@ def test_results_do_not_depend_on_it() -> None:
         torch.ops.surefoot.adapt_threads(True)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.slow
+def test_beside_busy_processes_all_threads_give_at_least_half_of_one(tmp_path: Path) -> None:
+    """The real thing, a minute of it: `benchmarks/competition.py` with as many busy processes as cores."""
+    threads = len(os.sched_getaffinity(0))
+    if threads == 1:
+        pytest.skip("one core")
+    script, figures = Path(__file__).parents[2] / "benchmarks" / "competition.py", tmp_path / "figures.json"
+    options = ["--seconds", "1", "--repeats", "5", "--layers", "6", "--json", str(figures)]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    subprocess.run([sys.executable, str(script), *options], env=environment, check=True)
+    busy = json.loads(figures.read_text())["tok_s_and_pauses"][f"beside {threads} busy processes"]
+    rates = {arm: statistics.median(rate for rate, _ in measured) for arm, measured in busy.items()}
+    assert rates[f"{threads} threads"] >= 0.5 * rates["1 thread"]
+    assert sum(pauses for _, pauses in busy[f"{threads} threads"]) > 0  # it took notice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -71,8 +72,6 @@ def quantise(
 
     edit(directory, change)
     if config is not None:
-        import json
-
         path = directory / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
     return expected
@@ -117,6 +116,24 @@ def test_a_float8_weight_without_a_scale_is_refused_by_name(checkpoint):
     ) as e:
         load_target(str(checkpoint))
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("method", [None, "modelopt"])
+def test_four_bit_weights_are_refused_by_name(checkpoint, method):
+    """NVFP4: two values per byte, a float8 scale per group of 16, and one scale for those."""
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        rows, columns = tensors[_PROJECTION].shape
+        tensors[_PROJECTION] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+        tensors[_PROJECTION + "_scale"] = torch.ones(rows, columns // 16).to(_F8)
+        tensors[_PROJECTION + "_scale_2"] = torch.ones(())
+
+    edit(checkpoint, pack)
+    if method is not None:
+        path = checkpoint / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": method}}))
+    with pytest.raises(ModelError, match=rf"{_PROJECTION} is packed into uint8 .*\({method or 'not stated'}\); choose"):
+        load_target(str(checkpoint))
 
 
 def test_a_scale_that_does_not_fit_is_refused_by_name(checkpoint):

@@ -73,7 +73,7 @@ def calibrate(
             f"temperatures is {temperatures!r}; allowed: numbers of 0 or more separated by commas, such as 0,1"
         ) from None
     asked = read_prompts(prompts or EVERYDAY)
-    from surefoot.profiling.calibrate import check_worth, choose_subject, subject_of, write_texts
+    from surefoot.cli.calibration import check_worth, choose_subject, subject_of, write_texts
 
     subject = choose_subject(drafter, model, gamma, output, trust_remote_code=trust_remote_code)
     if subject is not None and not force:  # before seconds go into loading and minutes into texts

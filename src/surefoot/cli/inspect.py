@@ -157,7 +157,7 @@ def _describe_calibration(directory: Path, gamma: int) -> tuple[str, list[str]]:
 
     path = find_calibration(directory)
     if path is None:
-        return "none beside it; make one with 'surefoot calibrate'", []
+        return f"none beside it; make one with 'surefoot calibrate -d {directory}'", []
     try:
         fitted = Calibration.load(path, gamma)
     except CalibrationError as problem:

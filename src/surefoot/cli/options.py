@@ -128,7 +128,7 @@ Trace = Annotated[
     Path | None,
     typer.Option(
         "--trace",
-        help="Write every step as a line of JSON to this file; 'surefoot simulate --trace' replays it.",
+        help="Write every step as a line of JSON to this file; 'surefoot simulate --trace FILE' replays it.",
         rich_help_panel=_OUTPUT,
     ),
 ]

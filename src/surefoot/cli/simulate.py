@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 def simulate(
     synthetic: Annotated[bool, typer.Option("--synthetic", help="A made-up text on a made-up accelerator.")] = False,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Replay steps recorded with 'surefoot generate --trace'.")
+        Path | None, typer.Option("--trace", help="Replay steps recorded with 'surefoot generate --trace FILE'.")
     ] = None,
     example: Annotated[
         str | None, typer.Option("--example", help="A published machine with its workloads; 'list' names them.")

@@ -57,7 +57,7 @@ class DrafterDescription:
 
     @property
     def head(self) -> str:
-        """The sequential head in words: `vanilla, rank 8`, or `none`."""
+        """The sequential head as text: `vanilla, rank 8`, or `none`."""
         return f"{self.config.markov_head_type}, rank {self.config.markov_rank}" if self.config.markov_rank else "none"
 
     def as_dict(self) -> dict[str, Any]:
@@ -327,14 +327,14 @@ def _vocabulary(config: DSparkConfig, headers: _Headers, directory: Path) -> Ten
     inside = bool(((vocabulary >= 0) & (vocabulary < config.vocab_size)).all())
     if not inside or vocabulary.unique().numel() != config.draft_vocab_size:
         raise DrafterError(
-            f"{directory}: d2t maps draft ids outside the {config.vocab_size} target words, or two to one: "
+            f"{directory}: d2t maps draft ids outside the {config.vocab_size} target tokens, or two to one: "
             "the checkpoint is damaged, download or save it again"
         )
     if "t2d" in maps:
         mask = maps["t2d"].to(torch.bool)
         if mask.shape != (config.vocab_size,) or not torch.equal(mask.nonzero().squeeze(1), vocabulary.sort().values):
             raise DrafterError(
-                f"{directory}: t2d and d2t name different words: the checkpoint is damaged, download or save it again"
+                f"{directory}: t2d and d2t name different tokens: the checkpoint is damaged, download or save it again"
             )
     return vocabulary
 

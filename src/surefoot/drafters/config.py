@@ -15,12 +15,12 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class DSparkConfig(BaseModel):
-    """A DSpark or DFlash drafter; the defaults say what the DeepSpec layout (Qwen3 family) says without words."""
+    """A DSpark or DFlash drafter; the defaults are what the DeepSpec layout implies for the Qwen3 family."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # Backbone: the DeepSpec layout's own names.
-    vocab_size: int = Field(gt=0, description="Words of the target; token ids in and out are the target's.")
+    vocab_size: int = Field(gt=0, description="Vocabulary size of the target; token ids in and out are the target's.")
     hidden_size: int = Field(gt=0, description="Width d of the drafter.")
     intermediate_size: int = Field(gt=0, description="Width of the gated MLP.")
     num_hidden_layers: int = Field(gt=0, le=1024, description="Draft layers.")
@@ -32,7 +32,7 @@ class DSparkConfig(BaseModel):
     attention_bias: bool = Field(False, description="Biases in the four attention projections.")
     layer_types: tuple[LayerType, ...] = Field((), description="Attention of each draft layer; empty: all full.")
     sliding_window: int | None = Field(
-        None, gt=0, description="Context positions in front of the anchor that a sliding layer sees."
+        None, gt=0, description="Context positions before the anchor that a sliding layer sees."
     )
     sliding_window_non_causal: bool = Field(
         True, description="Attention inside the block is bidirectional in sliding layers too (full layers always are)."
@@ -45,7 +45,7 @@ class DSparkConfig(BaseModel):
 
     # Block.
     block_size: int = Field(gt=0, description="Slots of the block: the anchor and block_size - 1 mask tokens.")
-    mask_token_id: int = Field(ge=0, description="Token in every slot behind the anchor.")
+    mask_token_id: int = Field(ge=0, description="Token in every slot after the anchor.")
     target_layer_ids: tuple[int, ...] = Field(
         min_length=1,
         description="Decoder layers of the target whose outputs are the context features; -1 is the embedding output.",
@@ -62,7 +62,7 @@ class DSparkConfig(BaseModel):
     markov_head_type: HeadType = "vanilla"
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = Field(
-        False, description="The confidence head reads W1[x_{k-1}] behind the hidden state."
+        False, description="The confidence head reads W1[x_{k-1}] after the hidden state."
     )
 
     # What families other than Qwen3 do differently.
@@ -71,7 +71,7 @@ class DSparkConfig(BaseModel):
     attention_k_eq_v: bool = Field(False, description="Values are the key projection before its norm (Gemma 4).")
     attention_scaling: float | None = Field(None, description="Softmax scaling; None: head_dim ** -0.5.")
     sandwich_norms: bool = Field(
-        False, description="Norms also behind attention and around the MLP, before the residual sum (Gemma)."
+        False, description="Norms also after attention and around the MLP, before the residual sum (Gemma)."
     )
     layer_scalar: bool = Field(False, description="Each layer's output is multiplied by a stored scalar (Gemma 4).")
     embedding_scale: float = Field(1.0, description="Factor on the embedding rows (Gemma: sqrt of their width).")
@@ -94,7 +94,7 @@ class DSparkConfig(BaseModel):
     draft_vocab_size: int | None = Field(
         None,
         gt=0,
-        description="Words the drafter can propose; `d2t` [draft_vocab_size] holds target id minus draft id. "
+        description="Tokens the drafter can propose; `d2t` [draft_vocab_size] holds target id minus draft id. "
         "None: all of the target's.",
     )
     shorter_blocks: bool = Field(
@@ -193,7 +193,7 @@ class DSparkConfig(BaseModel):
         return 1 / math.sqrt(self.head_dim) if self.attention_scaling is None else self.attention_scaling
 
     def window(self, layer: int) -> int | None:
-        """Context positions in front of the anchor that `layer` sees; None: all."""
+        """Context positions before the anchor that `layer` sees; None: all."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def rope(self, layer_type: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What the text itself would go on with: the token behind the last place that looked like its end.
+"""What the text itself would go on with: the token after the last place that looked like its end.
 
 A drafter of a few layers writes what it has learnt; what stands in the text already it sees through attention alone, and
 mostly does not repeat. So at every position of a block the draft distribution is mixed with a point mass: q becomes
-(1 - r) q + r [copy], where the copy is the token behind the longest earlier occurrence of the text's suffix, drafts included
+(1 - r) q + r [copy], where the copy is the token after the longest earlier occurrence of the text's suffix, drafts included
 (the latest of equals), and the share r depends on the length of that occurrence alone. Shares are fitted on texts of the
 target's (`fit_shares`) and lie in the drafter's calibration. A mixture with a point mass is a logit raised: temperature,
 sharpness, filters and acceptance treat the result like any other draft logits, so it is exact. x_k is proposed from the
@@ -62,7 +62,7 @@ def raise_copies(logits: Tensor, probs: Tensor, columns: Tensor, shares: Tensor)
     Args:
         logits: [R, V] float32.
         probs: [R, V] their softmax.
-        columns: [R] int64, the copy's column; -1 where there is none among the drafter's words.
+        columns: [R] int64, the copy's column; -1 where it is not in the draft vocabulary.
         shares: [R] float32 in [0, 1).
 
     Returns:

@@ -127,7 +127,7 @@ class DSparkDrafter(Drafter):
         if problems:
             raise DrafterError(
                 f"{self.origin} does not fit {getattr(target, 'name', 'the target')}: {'; '.join(problems)}. "
-                "Use the target it was trained for, or train one for this target with 'surefoot train'"
+                "Use the target it was trained for, or train one for this target with 'surefoot train -m TARGET -o DIRECTORY'"
             )
         self.model.share(target)
 
@@ -140,7 +140,7 @@ class DSparkDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, context: DraftContext, sampler: DraftSampler) -> Draft:
-        """Draft gamma tokens behind each anchor; `signal` is the log-odds of the likeliest token in the softmax of
+        """Draft gamma tokens after each anchor; `signal` is the log-odds of the likeliest token in the softmax of
         the corrected logits: how far it stands out from all others together, whatever the request's temperature.
 
         With a calibration (`draw_by`), the draft distribution is mixed with copies and drawn as sharply as it says.
@@ -239,7 +239,7 @@ class DSparkDrafter(Drafter):
         capacity = table.shape[1] * cache.block_size
         positions = self.model.block_positions(context.lengths, size)  # [R, size]
         row_slot = context.slots.unsqueeze(1).expand_as(positions).flatten()
-        # Slots of the block that a full-length request has no room for are drafted into the void, the scratch block.
+        # Slots of the block that a full-length request has no room for go to the scratch block, which nobody reads.
         inside = (positions < capacity).flatten()
         flat = positions.flatten()
         write = torch.where(inside, cache.cache_slots(cache.drafter_group, row_slot, flat.clamp(max=capacity - 1)), 0)

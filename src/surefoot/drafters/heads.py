@@ -16,7 +16,7 @@ HEAD_TYPES: tuple[str, ...] = get_args(HeadType)
 
 
 class MarkovHead(nn.Module):
-    """Low-rank correction B_k = W2 l_k of the draft logits, given the token before position k (design.md section 4).
+    """Low-rank correction B_k = W2 l_k of the draft logits, given the token before position k (docs/concepts.md).
 
     The latent l_k [r] is e = W1[x_{k-1}] (vanilla), sigma(W_g [h_k; e]) * e (gated), or tanh(o) of a recurrent cell
     that reads z = [s; e; h_k] and whose joint projection gives gate, candidate and output in this order (rnn). W1 is

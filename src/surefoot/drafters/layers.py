@@ -111,10 +111,10 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         return rotate_rows(x, *rotation)
     cos, sin = (t.unsqueeze(-2) for t in rotation)
     dim = cos.shape[-1]
-    turned, rest = x[..., :dim], x[..., dim:]
-    low, high = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat([-high, low], -1) * sin
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    rotated, rest = x[..., :dim], x[..., dim:]
+    low, high = rotated.chunk(2, -1)
+    rotated = rotated * cos + torch.cat([-high, low], -1) * sin
+    return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
 class DraftAttention(nn.Module):
@@ -192,7 +192,7 @@ class GatedMLP(nn.Module):
 class DraftLayer(nn.Module):
     """One decoder layer over the block's slots.
 
-    `post_attention_layernorm` stands in front of the MLP in the Qwen3 family and behind the attention in Gemma's, where
+    `post_attention_layernorm` comes before the MLP in the Qwen3 family and after the attention in Gemma's, where
     `pre_feedforward_layernorm` takes its place.
     """
 

@@ -104,7 +104,7 @@ _READABLE = (
 
 
 def _what_it_is(kind: str) -> str:
-    """In words, why a checkpoint that calls itself `kind` is not read."""
+    """Why a checkpoint that calls itself `kind` is not read, as text."""
     known = {
         "eagle": "an EAGLE drafter ({}) drafts token by token with a model that this version does not serve",
         "medusa": "Medusa heads ({}) draft without a block, which this version does not serve",
@@ -241,7 +241,7 @@ def _spread_layers(target_layers: int | None, draft_layers: int) -> list[int]:
 
 
 def _gemma4(hidden_size: int, shared_key_value: bool) -> dict[str, Any]:
-    """What the Gemma-4 twin implies."""
+    """What the Gemma-4 architecture implies."""
     return {
         "value_norm": True,
         "attention_k_eq_v": shared_key_value,

@@ -103,7 +103,7 @@ class DSparkModel(nn.Module):
     def share(self, target: Target) -> None:
         """Read embedding and head from `target` where the model holds none, or holds an exact copy (which is dropped).
 
-        A reduced vocabulary gets the target's rows of its words as a head of its own.
+        A reduced vocabulary gets the target's rows of its tokens as a head of its own.
         """
         self._target = (target,)
         if self.embed_tokens is not None and _same(self.embed_tokens.weight, target.embed_tokens.weight):
@@ -257,15 +257,15 @@ def _head_matrix(target: Target) -> Tensor | None:
     return target.embed_tokens.weight if getattr(target.config, "tie_word_embeddings", False) else None
 
 
-def head_rows(target: Target, words: Tensor) -> Tensor:
-    """Rows `words` of the target's head matrix, [len(words), d_target]."""
+def head_rows(target: Target, token_ids: Tensor) -> Tensor:
+    """Rows `token_ids` of the target's head matrix, [len(token_ids), d_target]."""
     matrix = _head_matrix(target)
     if matrix is not None:
-        return matrix[words]
-    # A packed matrix gives its rows away through products with unit vectors: exact, and seconds for a large head.
+        return matrix[token_ids]
+    # The rows of a packed matrix are its products with unit vectors: exact, and seconds for a large head.
     table = target.embed_tokens.weight
     units = torch.eye(table.shape[1], dtype=table.dtype, device=table.device)
-    return torch.cat([target.lm_head(some)[:, words] for some in units.split(64)]).T.contiguous()
+    return torch.cat([target.lm_head(some)[:, token_ids] for some in units.split(64)]).T.contiguous()
 
 
 def _same(copy: Tensor, original: Tensor) -> bool:

@@ -16,8 +16,8 @@ class PromptLookupDrafter(Drafter):
     """Proposes the continuation of the longest earlier occurrence of the text's own suffix.
 
     The suffix ends at the anchor and is looked for in prompt and output alike; a longer match wins, then the more
-    recent one. Match and suffix may overlap. Only committed tokens are read. With a match that ends d tokens in front
-    of the anchor the proposal is the text behind the match, and where that runs out, at the anchor, it starts again:
+    recent one. Match and suffix may overlap. Only committed tokens are read. With a match that ends d tokens before
+    the anchor the proposal is the text after the match, and where that runs out, at the anchor, it starts again:
     the text is taken to repeat with period d, which is what an overlapping match says. So a request proposes gamma
     tokens or none.
     """
@@ -27,7 +27,7 @@ class PromptLookupDrafter(Drafter):
     def __init__(self, gamma: int, *, max_match: int = 16, min_match: int = 2) -> None:
         """
         Args:
-            gamma: tokens proposed behind the anchor.
+            gamma: tokens proposed after the anchor.
             max_match: match lengths are told apart up to this many tokens, 255 at most; the work grows with it.
             min_match: a shorter match proposes nothing. A single common token matches almost anywhere.
         """
@@ -91,7 +91,7 @@ def suffix_matches(context: DraftContext, longest: int) -> tuple[Tensor, Tensor]
     """
     reach = longest - 1
     text = context.history[:, : context.max_length + 1].index_select(0, context.slots).to(torch.int32)
-    # Padding in front lets every place look back `longest` tokens; -1 is no token.
+    # Padding at the start lets every place look back `longest` tokens; -1 is no token.
     padded, width = F.pad(text, (reach, 0), value=-1), text.shape[1]
     lengths = context.lengths.unsqueeze(1)  # [R, 1], index of the anchor
     suffix = padded.gather(1, lengths + torch.arange(reach, -1, -1, device=text.device))  # the anchor first

@@ -79,7 +79,7 @@ def ship(drafter: str | Path, target: Target, directory: Path | None = None) -> 
     if size > LARGEST:
         raise DrafterError(
             f"{source} takes {size / 2**20:.1f} MiB, the package has room for {LARGEST >> 20} MiB a drafter: store int8, or "
-            "train a narrower one or one of fewer words"
+            "train a narrower one or one with a smaller vocabulary"
         )
     known = next((shipped.identities for shipped in shipped_drafters(directory) if shipped.path == home), ())
     identities = tuple(dict.fromkeys((*known, target_identity(target))))

@@ -105,12 +105,13 @@ class PackedLinear(nn.Module):
         return sum(t.nbytes for t in (self.weight, self.scale, self.bias) if t is not None)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N] in x's dtype
+        linear = self._linear
+        if linear is not None and x.dtype in native.DTYPES and type(x) is Tensor and not torch.compiler.is_compiling():
+            return linear(x)
         if self.kernel is None:
             return self.format.multiply(x, self._stored, self.bias)
         if x.dtype not in native.DTYPES:
             return self.forward(x.float()).to(x.dtype)
-        if type(x) is Tensor and not torch.compiler.is_compiling():
-            return self._linear(x)
         if not self.format.traceable:
             return _untraced(self._linear, x)
         return self.kernel.operations.linear(x, self.weight, self.out_features, self.scale, self.bias)

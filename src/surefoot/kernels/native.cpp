@@ -107,7 +107,7 @@ Tensor paged_attention(const Tensor& query_, const Tensor& key_cache, const Tens
     const T *keys = (const T*)key_cache.const_data_ptr(), *values = (const T*)value_cache.const_data_ptr();
 #pragma omp parallel num_threads(team.size())
     {
-      // Kept from call to call and never cleared: what is read was written for the same item, but for columns nobody looks at.
+      // Kept from call to call and never cleared: what is read was written for the same item, but for columns that are never looked at.
       static thread_local std::vector<float> memory;
       const size_t needed = queries * (dim + TILE + width + 2) + TILE * (dim + width);
       if (memory.size() < needed) memory.resize(needed);
@@ -300,8 +300,8 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, dou
 // unfused expression rounds it. x: [T, H, D] with any strides over T and H; cos, sin: [T, R].
 Tensor rotary(const Tensor& x_, const Tensor& cos_, const Tensor& sin_) {
   const Tensor x = x_.stride(-1) == 1 ? x_ : x_.contiguous(), cos = cos_.contiguous(), sin = sin_.contiguous();
-  const int64_t rows = x.size(0), heads = x.size(1), dim = x.size(2), turned = cos.size(-1), half = turned / 2;
-  TORCH_CHECK(cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == rows && turned <= dim && turned % 2 == 0,
+  const int64_t rows = x.size(0), heads = x.size(1), dim = x.size(2), rotated = cos.size(-1), half = rotated / 2;
+  TORCH_CHECK(cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == rows && rotated <= dim && rotated % 2 == 0,
               "cos and sin are [", rows, ", R] with an even R <= ", dim);
   TORCH_CHECK(cos.scalar_type() == x.scalar_type() && sin.scalar_type() == x.scalar_type(), "cos and sin have x's dtype");
   Tensor y = at::empty({rows, heads, dim}, x.options());
@@ -314,12 +314,12 @@ Tensor rotary(const Tensor& x_, const Tensor& cos_, const Tensor& sin_) {
           const T* from = (const T*)x.const_data_ptr() + row * x.stride(0) + head * x.stride(1);
           T* to = to_all + (row * heads + head) * dim;
           for (int64_t i = 0; i < half; i += LANES) {
-            const int64_t n = half - i, a = row * turned + i, b = a + half;
+            const int64_t n = half - i, a = row * rotated + i, b = a + half;
             const V lo = read(from + i, n), hi = read(from + half + i, n);
             write(to + i, rounded(to, lo * read(c + a, n)) + rounded(to, -hi * read(s + a, n)), n);
             write(to + half + i, rounded(to, hi * read(c + b, n)) + rounded(to, lo * read(s + b, n)), n);
           }
-          for (int64_t i = turned; i < dim; ++i) to[i] = from[i];
+          for (int64_t i = rotated; i < dim; ++i) to[i] = from[i];
         }
     });
   });
@@ -393,7 +393,7 @@ Tensor softmax_rows(const Tensor& logits_, const Tensor& temperature_) {
   TORCH_CHECK(temperature.numel() == rows, "temperature is [", rows, "]");
   Tensor probs = at::empty({rows, size}, logits.options().dtype(at::kFloat));
   float* to = probs.mutable_data_ptr<float>();
-  const float* heat = temperature.const_data_ptr<float>();
+  const float* temperatures = temperature.const_data_ptr<float>();
   std::vector<float> peak(rows * blocks), scale(rows);
   std::vector<char> sound_block(rows * blocks);
   std::vector<double> mass(rows * blocks);
@@ -421,11 +421,11 @@ Tensor softmax_rows(const Tensor& logits_, const Tensor& temperature_) {
         std::fill(to + row * size + begin, to + row * size + end, 0.f);
         return;
       }
-      const V inverse = splat(1.f / heat[row]);
+      const V inverse = splat(1.f / temperatures[row]);
       V lanes{};
       for (int64_t i = begin; i < end; i += LANES) {
         const V x = read(from + row * size + i, end - i);
-        V p = heat[row] > 0 ? exponential((x - splat(highest)) * inverse) : (x == splat(highest) ? splat(1.f) : V{});
+        V p = temperatures[row] > 0 ? exponential((x - splat(highest)) * inverse) : (x == splat(highest) ? splat(1.f) : V{});
         if (end - i < LANES) p = lane_index() < (int)(end - i) ? p : V{};
         lanes += p;
         write(to + row * size + i, p, end - i);
@@ -437,7 +437,7 @@ Tensor softmax_rows(const Tensor& logits_, const Tensor& temperature_) {
       double all = 0;
       for (int64_t b = 0; b < blocks; ++b) all += mass[row * blocks + b];
       scale[row] = (float)(1 / all);
-      if (heat[row] > 0 || all == 1) continue;
+      if (temperatures[row] > 0 || all == 1) continue;
       for (int64_t i = 0, seen = 0; i < size; ++i) {  // several maxima: the first one keeps everything
         float& p = to[row * size + i];
         if (p > 0 && seen++) p = 0;

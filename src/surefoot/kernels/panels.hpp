@@ -203,7 +203,7 @@ Tensor lasting(const std::vector<int64_t>& shape, const at::TensorOptions& optio
   static std::weak_ptr<Mapping> latest;  // lives as long as its tensors
   size_t bytes = options.dtype().itemsize();
   for (const int64_t extent : shape) bytes *= extent;
-  const size_t page = sysconf(_SC_PAGESIZE);  // what is given back are whole pages: nobody may share one
+  const size_t page = sysconf(_SC_PAGESIZE);  // whole pages are given back: no two tensors share one
   bytes = (bytes + page - 1) / page * page;
   const std::lock_guard<std::mutex> guard(alone);
   std::shared_ptr<Mapping> mapping = latest.lock();

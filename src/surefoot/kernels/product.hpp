@@ -1,7 +1,6 @@
 // A product y = x W^T as a handle: what is packed, and how it is multiplied by, decided once.
 //
-// Whoever multiplies (a linear layer, a decoder layer, the drafter's head) holds a `Product` and need not know the format of
-// its weights. A format is a class derived from it; where the weights come panel by panel, `PanelProduct` (panels.hpp) is that
+// A linear layer, a decoder layer and the drafter's head hold a `Product` and do not know the format of its weights. A format is a class derived from it; where the weights come panel by panel, `PanelProduct` (panels.hpp) is that
 // class, and a struct that gives one panel's weights is all there is to write.
 
 #pragma once

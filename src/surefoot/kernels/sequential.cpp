@@ -71,7 +71,7 @@ void with_floating(const Tensor& t, F f) {
     TORCH_CHECK(false, "draft_block takes bfloat16 or float32, got ", t.scalar_type());
 }
 
-// The copies of one request: the token behind the longest earlier occurrence of the text's suffix, the latest of equals. See
+// The copies of one request: the token after the longest earlier occurrence of the text's suffix, the latest of equals. See
 // drafters/copying.py, whose `Copier` does the same with tensors.
 class Copier {
  public:
@@ -102,7 +102,7 @@ class Copier {
 };
 
 // Draws a block of G tokens for R requests.
-//   base [R, G, V]: logits before the correction. anchors [R]: target ids in front of the block.
+//   base [R, G, V]: logits before the correction. anchors [R]: target ids, the tokens before the blocks.
 //   table [V_target, r], product: the sequential head's W1, and its W2; or neither.
 //   vocabulary [V]: target id of every draft id, or none for the identity.
 //   temperature [R], uniforms [R, G]: for draws; without them the largest logit is taken. sharpness [G]: position k draws at

@@ -70,12 +70,12 @@ inline int64_t nanoseconds() {
 class Team {
  public:
   Team(int64_t parts, int64_t work) : size_(parts < 2 || work < 32768 ? 1 : at::get_num_threads()) {
-    if (size_ == 1) return;
+    if (size_ == 1 || !adaptive.load(std::memory_order_relaxed)) return;
     start_ = nanoseconds();
-    if (adaptive.load(std::memory_order_relaxed) && !competition.together(start_)) size_ = 1;
+    if (!competition.together(start_)) size_ = 1;
   }
   ~Team() {  // after the threads have met
-    if (size_ == 1) return;
+    if (size_ == 1 || start_ == 0) return;
     const int64_t end = nanoseconds();
     competition.account(size_, end, end - start_, end - first_.load(std::memory_order_relaxed));
   }

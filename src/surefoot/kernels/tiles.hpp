@@ -1,8 +1,8 @@
 // The instructions of AMX and AVX-512 BF16 that the thin products need, one function each.
 //
 // They are written as inline assembly: the code around them then needs no compiler switch that would let such instructions
-// appear elsewhere, and the memory clobber keeps stores that fill an operand in front of the load (GCC 12's own intrinsics
-// do not say so). Whoever calls them has asked `tiles_missing` or `dots_missing` before.
+// appear elsewhere, and the memory clobber keeps stores that fill an operand before the load (GCC 12's own intrinsics
+// do not say so). Callers ask `tiles_missing` or `dots_missing` first.
 //
 // A build with SUREFOOT_EMULATED replaces them by plain loops with the semantics of Intel's manual, for tests on any CPU.
 // Nothing but a test asks for that build, and it registers its operations under a name of its own.

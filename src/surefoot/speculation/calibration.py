@@ -164,7 +164,7 @@ class Calibration:
         if self.gamma != gamma:
             raise CalibrationError(
                 f"calibration was fitted for gamma={self.gamma}, this drafter has gamma={gamma}: "
-                "run 'surefoot calibrate' again"
+                "run 'surefoot calibrate -d DRAFTER' again"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -241,7 +241,9 @@ class Calibration:
         try:
             return cls.from_dict(data, gamma, device)
         except CalibrationError as problem:
-            raise CalibrationError(f"{path}: {problem}. Make another one with 'surefoot calibrate'") from problem
+            raise CalibrationError(
+                f"{path}: {problem}. Make another one with 'surefoot calibrate -d DRAFTER'"
+            ) from problem
 
 
 def _weights(raw: Any) -> list[list[list[float]]] | None:

@@ -28,8 +28,8 @@ class Outcomes:
     def survived(self, gamma: int) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """Label of "position k was reached and accepted" and whether it is known, both [N, gamma].
 
-        A block rejected at position j is known to fail everywhere behind j; a block that accepted its whole trimmed
-        window says nothing about the positions behind the trim.
+        A block rejected at position j is known to fail everywhere after j; a block that accepted its whole trimmed
+        window says nothing about the positions after the trim.
         """
         position = np.arange(1, gamma + 1)
         label = (self.accepted[:, None] >= position).astype(np.float64)

@@ -174,7 +174,7 @@ class LogisticEstimator:
 
     def _count(self) -> None:
         """Take the blocks that wait, forgetting by every call as if it had been counted at once."""
-        ages = np.cumsum([0, *(len(signal) for signal, _, _ in reversed(self._waiting))])  # blocks behind each call
+        ages = np.cumsum([0, *(len(signal) for signal, _, _ in reversed(self._waiting))])  # blocks after each call
         keep = 0.5 ** (ages / self.half_life)
         signal, accepted, widths = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
         weight = np.concatenate([np.full(len(part[0]), k) for part, k in zip(self._waiting, keep[-2::-1], strict=True)])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError
+from surefoot.paths import write_whole
 
 
 def read_object(path: str | Path, error: type[SurefootError]) -> dict[str, Any]:
@@ -25,24 +24,15 @@ def read_object(path: str | Path, error: type[SurefootError]) -> dict[str, Any]:
 
 
 def write_object(path: str | Path, data: dict[str, Any]) -> None:
-    """Write `data` beside `path` and rename, so that a reader or a crash never meets half a file.
-
-    The file gets the permissions that any new file gets from the process's umask, so that users of a shared cache can read it.
+    """Write `data` whole or not at all.
 
     Raises:
         SurefootError: there is no writing there, or no space.
     """
     path = Path(path)
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as problem:
         raise SurefootError(
             f"cannot write {path}: {problem.strerror or problem}; {path.parent} must be a directory with space, that may be "

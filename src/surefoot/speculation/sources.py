@@ -4,7 +4,7 @@ The choice reads the length of the match that prompt lookup found (a function of
 that the host knows, and outcomes of earlier steps. No drafted token and no confidence of this step's blocks enters it: when
 it is made, none exists. Given the choice, a block is drawn from the q of the chosen source, verified and accepted by the
 exact rule, so the emitted token has the target's law whatever was chosen, and therefore on average over choices too
-(design.md section 3).
+(docs/concepts.md).
 
 What is learned is kept apart: a lookup's outcomes never move the trained drafter's estimates, nor the other way round.
 """

@@ -27,6 +27,18 @@ log = logging.getLogger(__name__)
 
 _BLOCK = 128  # of block-scaled float8 checkpoints whose configuration states no block size
 _SCALE_ENDINGS = ("_scale", "_scale_inv")
+_PACKED = ("uint8", "int8", "int32")
+_METHODS_OF_TRANSFORMERS = (
+    "gptq",
+    "awq",
+    "bitsandbytes",
+    "compressed-tensors",
+    "mxfp4",
+    "torchao",
+    "hqq",
+    "quanto",
+    "aqlm",
+)
 _SCALE_LIKE = re.compile(
     r"(scale|scales|scale_inv|zeros|zero_point|absmax|qweight|qzeros|g_idx|quant_map|packed|nested)(_\d+)?$"
 )
@@ -68,7 +80,8 @@ def read_model(
         ModelError: weights that are missing, left over, unscaled, not finite, or that transformers cannot read.
     """
     headers = tensor_headers(directory, name)
-    float8 = [tensor for tensor, header in headers.items() if header.dtype in FLOAT8_WEIGHTS]
+    refuse_packed(headers, config, name)
+    float8 = any(_is_float8_weight(tensor, header) for tensor, header in headers.items())
     options: dict[str, Any] = {
         "attn_implementation": attention, "output_loading_info": True, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
@@ -143,7 +156,7 @@ def dequantise_float8(
 
     scales: dict[str, str] = {}  # weight -> its scale
     for tensor, header in headers.items():
-        if header.dtype in FLOAT8_WEIGHTS:
+        if _is_float8_weight(tensor, header):
             found = [tensor + ending for ending in _SCALE_ENDINGS if tensor + ending in headers]
             if not found:
                 raise ModelError(
@@ -224,6 +237,26 @@ def _unquantised_dtype(config: Any, dtype: torch.dtype | str) -> torch.dtype:
     stated = getattr(config, "dtype", None) if isinstance(dtype, str) else dtype
     fits = isinstance(stated, torch.dtype) and stated in (torch.float16, torch.bfloat16, torch.float32)
     return stated if fits and stated is not None else torch.bfloat16
+
+
+def _is_float8_weight(tensor: str, header: TensorHeader) -> bool:
+    """Whether a tensor needs a scale: float8, and no scale itself (4-bit formats store scales in float8)."""
+    return header.dtype in FLOAT8_WEIGHTS and not _SCALE_LIKE.search(tensor)
+
+
+def refuse_packed(headers: Mapping[str, TensorHeader], config: Any, name: str) -> None:
+    """Refuse weights packed into integers, by name, unless transformers has a reader for the method that is stated."""
+    stated = getattr(config, "quantization_config", None)
+    method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
+    if str(getattr(method, "value", method)) in _METHODS_OF_TRANSFORMERS:
+        return
+    for tensor, header in headers.items():
+        scaled = any(tensor + ending in headers for ending in _SCALE_ENDINGS)
+        if header.dtype in _PACKED and (scaled or tensor.endswith(("qweight", "packed"))):
+            raise ModelError(
+                f"target '{name}': {tensor} is packed into {header.dtype} by a quantisation that surefoot does not read "
+                f"({method or 'not stated'}); choose the unquantised checkpoint, or one in float8"
+            )
 
 
 # -- what is missing, what is left over --------------------------------------------------------------------------------------

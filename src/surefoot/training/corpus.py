@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surefoot.errors import ConfigurationError
-from surefoot.training.files import write_whole
+from surefoot.paths import write_whole
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from surefoot.errors import ConfigurationError
+from surefoot.paths import write_whole
 
 
 class Workplace:
@@ -30,20 +29,6 @@ class Workplace:
         self.manifest = self.output / "manifest.json"
         self.calibration = self.output / "calibration.json"
         self.evaluation = self.output / "evaluation"
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then rename it: a reader or a crash never meets half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        temporary.chmod(0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -43,17 +43,17 @@ class Text:
 
 @dataclass(frozen=True)
 class TextBlocks:
-    """N blocks along texts, those of one text together and in order; position k is judged behind the text's own x_<k."""
+    """N blocks along texts, those of one text together and in order; position k is judged after the text's own x_<k."""
 
     text: npt.NDArray[np.int64]  # [N]
     temperature: Floats  # [N]
     logits: Floats  # [N, gamma] of the confidence head, uncalibrated
     signal: Floats  # [N, gamma]
-    chance: Floats  # [N, gamma, S] that the text's token is drafted and accepted, by sharpness; 0 behind the text
-    overlap: Floats  # [N, gamma, S] sum of min(p, q): that chance before the token is known; 0 behind the text
+    chance: Floats  # [N, gamma, S] that the text's token is drafted and accepted, by sharpness; 0 after the text
+    overlap: Floats  # [N, gamma, S] sum of min(p, q): that chance before the token is known; 0 after the text
     known: npt.NDArray[np.bool_]  # [N, gamma] whether the text reaches that far
     own: Floats  # [N, gamma] the draft probability of the text's token at temperature 1 and sharpness 1
-    match: npt.NDArray[np.int64]  # [N, gamma] length of the match that names a copy among the drafter's words; 0: none
+    match: npt.NDArray[np.int64]  # [N, gamma] length of the match that names a copy in the draft vocabulary; 0: none
     copied: npt.NDArray[np.bool_]  # [N, gamma] whether the copy is the text's token
     sharpness: tuple[float, ...]  # [S]
 
@@ -89,7 +89,7 @@ class TextBlocks:
         return np.array(rows), np.array(accepted), known[rows]
 
     def reached(self, chance: Floats) -> Floats:
-        """[N, gamma] probability that the loop meets a block and accepts everything in front of a position; 0 if unknown."""
+        """[N, gamma] probability that the loop meets a block and accepts everything before a position; 0 if unknown."""
         return self.visits(chance)[:, None] * _before(chance) * self.known
 
 
@@ -111,7 +111,7 @@ def choose_sharpness(blocks: TextBlocks) -> int:
 
 
 def _before(chance: Floats) -> Floats:
-    """Probability that everything in front of a position is accepted: [N, gamma] -> [N, gamma]."""
+    """Probability that everything before a position is accepted: [N, gamma] -> [N, gamma]."""
     padded: Floats = np.pad(chance, ((0, 0), (1, 0)), constant_values=1.0)
     return np.cumprod(padded, 1, dtype=np.float64)[:, :-1]
 
@@ -130,12 +130,12 @@ class _Follower:
         """
         Args:
             tokens: [R, gamma] of the text.
-            columns: [R, gamma] theirs among the drafter's words; -1 where it has no such word.
-            probs: [R, gamma, V_draft] of the target, for the drafter's words.
+            columns: [R, gamma] their columns in the draft vocabulary; -1 where it has no such token.
+            probs: [R, gamma, V_draft] of the target, for the draft vocabulary.
             temperature: [R].
         """
         self.tokens, self.probs, self.temperature, self.sharpness = tokens, probs, temperature, sharpness
-        self.words, self.inside = columns.clamp(min=0), columns >= 0
+        self.columns, self.inside = columns.clamp(min=0), columns >= 0
         self.own: list[Tensor] = []  # by position, [R]
         self.chance: list[Tensor] = []  # by position, [R, S]
         self.overlap: list[Tensor] = []
@@ -147,14 +147,14 @@ class _Follower:
         raise AssertionError("every text is followed")
 
     def draw(self, k: int, logits: Tensor, sharpness: Tensor | None = None) -> Tensor:
-        p, word = self.probs[:, k - 1], self.words[:, k - 1].unsqueeze(1)
-        of_text = p.gather(1, word).squeeze(1).clamp(min=torch.finfo(torch.float32).tiny)
+        p, column = self.probs[:, k - 1], self.columns[:, k - 1].unsqueeze(1)
+        of_text = p.gather(1, column).squeeze(1).clamp(min=torch.finfo(torch.float32).tiny)
         chances, overlaps = [], []
-        self.own.append(softmax_rows(logits).gather(1, word).squeeze(1) * self.inside[:, k - 1])
+        self.own.append(softmax_rows(logits).gather(1, column).squeeze(1) * self.inside[:, k - 1])
         for sharp in self.sharpness:
             q = softmax_rows(logits, self.temperature / sharp)
             overlaps.append(torch.minimum(p, q).sum(-1))
-            chances.append((q.gather(1, word).squeeze(1) / of_text).clamp(max=1) * self.inside[:, k - 1])
+            chances.append((q.gather(1, column).squeeze(1) / of_text).clamp(max=1) * self.inside[:, k - 1])
         self.chance.append(torch.stack(chances, -1))
         self.overlap.append(torch.stack(overlaps, -1))
         return self.tokens[:, k - 1]
@@ -179,9 +179,9 @@ def follow(
         span: which part of `progress` this is.
     """
     longest = max(len(text.tokens) for text in texts)
-    words = target.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
+    size = target.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
     emitted = max(len(text.tokens) - text.start for text in texts)
-    rows = max(1, min(16, _LARGEST // (words * (emitted + drafter.gamma)), len(texts)))
+    rows = max(1, min(16, _LARGEST // (size * (emitted + drafter.gamma)), len(texts)))
     reader = _Reader(target, drafter, rows, longest + drafter.block_slots, sharpness)
     found: list[dict[str, npt.NDArray[np.generic]]] = []
     order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens) - texts[i].start)
@@ -229,14 +229,14 @@ class _Reader:
             batch = self._rows(torch.full_like(positions, slot), positions, positions[text.start :])
             output = self.target.forward(batch, self.cache, self.drafter.feature_layers)
             assert output.features is not None
-            self.drafter.extend(output.features, batch, self.cache)  # blocks overwrite what lies behind their anchor
+            self.drafter.extend(output.features, batch, self.cache)  # blocks overwrite what lies after their anchor
             features.append(output.features)
-            heat = torch.full((blocks_of[slot],), text.temperature, device=device)
-            p = softmax_rows(output.logits, heat)
+            temperature = torch.full((blocks_of[slot],), text.temperature, device=device)
+            p = softmax_rows(output.logits, temperature)
             p = p if vocabulary is None else p[:, vocabulary]
             probs.append(torch.nn.functional.pad(p, (0, 0, 0, max(blocks_of) + gamma - blocks_of[slot])))
         starts = torch.tensor([text.start for text in texts], device=device)
-        heats = torch.tensor([text.temperature for text in texts], device=device)
+        temperatures = torch.tensor([text.temperature for text in texts], device=device)
         kept: list[list[dict[str, Tensor]]] = [[] for _ in texts]
         stacked = torch.stack(probs)  # [R, blocks + gamma, V_draft]
         for step in range(max(blocks_of)):
@@ -247,7 +247,7 @@ class _Reader:
             tokens = self.history[slots.unsqueeze(1), ahead]
             window = stacked[slots, step : step + gamma]
             columns = self.drafter.model.column(tokens)
-            follower = _Follower(tokens, columns, window, heats[slots], self.sharpness)
+            follower = _Follower(tokens, columns, window, temperatures[slots], self.sharpness)
             copier, match, copied = Copier(context, gamma), [], []
             for k in range(gamma):
                 copy, length = copier.copies()

@@ -21,12 +21,13 @@ from surefoot.drafters.layouts import Layout
 from surefoot.drafters.model import DSparkModel
 from surefoot.drafters.shipped import target_identity
 from surefoot.errors import ConfigurationError
+from surefoot.paths import write_whole
 from surefoot.speculation.json_files import read_object, write_object
 from surefoot.targets.target import Target
 from surefoot.training.corpus import Corpus, write_shard
 from surefoot.training.evaluate import evaluate, load_workloads, prompts_of_rows
 from surefoot.training.features import Words, choose_words
-from surefoot.training.files import Workplace, file_digest, read_lines, write_whole
+from surefoot.training.files import Workplace, file_digest, read_lines
 from surefoot.training.initial import Anatomy, dissect, draft_config, initial_model
 from surefoot.training.measure import calibrate, speculation_engine
 from surefoot.training.options import Budget, DataOptions, DrafterShape, TrainingOptions, as_dict, require_same

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from surefoot.paths import write_whole
 from surefoot.speculation.calibration_quality import PositionQuality
-from surefoot.training.files import write_whole
 from surefoot.training.measure import Blocks
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.drafters.model import DSparkModel
 from surefoot.errors import ConfigurationError
+from surefoot.paths import write_whole
 from surefoot.targets.target import Target
 from surefoot.training.batches import Anchors, Batch, Step, collate, pick_anchors, plan, step_anchors
 from surefoot.training.corpus import Corpus
 from surefoot.training.features import Row, TargetReader, Words
-from surefoot.training.files import write_whole
 from surefoot.training.initial import head_matrix
 from surefoot.training.network import DraftLoss, Measured
 from surefoot.training.optimiser import choose_precision, learning_rate, make_optimisers, update_average

@@ -290,10 +290,16 @@ def test_a_grammar_that_ends_ends_the_request_with_a_reason() -> None:
 
 
 def test_a_slots_mask_leaves_with_its_request() -> None:
-    engine = engine_of("none", width=None, max_num_seqs=1)
-    run(engine, SamplingParams(temperature=0, max_tokens=3), 1, grammar())
-    free = run(engine, SamplingParams(temperature=0, max_tokens=12), 1)
-    assert free == run(engine_of("none", width=None), SamplingParams(temperature=0, max_tokens=12), 1)
+    """Its slot goes to a free request, beside another one that has a mask: so the step does look at masks."""
+    params = SamplingParams(temperature=0, max_tokens=12)
+    engine = engine_of("none", width=None, max_num_seqs=2)
+    run(engine, SamplingParams(temperature=0, max_tokens=3), 2, grammar())
+    free, other = engine.add_request(PROMPT, params), engine.add_request(PROMPT, params, mask=grammar())
+    while engine.has_work:
+        engine.step()
+    alone = run(engine_of("none", width=None), params, 1)
+    assert tuple(free.output.token_ids) in alone
+    assert tuple(other.output.token_ids) not in alone
 
 
 def test_drafts_end_where_a_reduced_vocabulary_has_nothing_allowed() -> None:

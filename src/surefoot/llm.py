@@ -151,7 +151,7 @@ class LLM:
         self.mentions_missing_table = chosen.cost_table == "auto"
         """Whether to log that there is no cost table; once it has been said, False."""
         if chosen.trace is not None:
-            self._trace = TraceWriter(chosen.trace, self.describe())
+            self._trace = TraceWriter(chosen.trace, self.describe(), self.engine.policy.costs)
             self.loop.add_observer(self._trace)
 
     @property

@@ -13,7 +13,8 @@ from surefoot.speculation import CostTable
 from surefoot.speculation.simulation import (
     ADAPTIVE,
     WORKLOADS,
-    Blocks,
+    DraftedBlocks,
+    Outcome,
     SimulationReport,
     Trace,
     break_even_tokens,
@@ -173,19 +174,19 @@ class _Fixed:
 
     name = "given"
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: DraftedBlocks) -> None:
         self._blocks = blocks
 
-    def blocks(self, steps: int, lanes: int, gamma: int, seed: int) -> Blocks:
+    def blocks(self, steps: int, lanes: int, gamma: int, seed: int) -> DraftedBlocks:
         repeats = -(-steps // len(self._blocks.survival))
         survival = np.tile(self._blocks.survival, (repeats, 1, 1))[:steps]
         accepted = None if self._blocks.accepted is None else np.tile(self._blocks.accepted, (repeats, 1))[:steps]
-        return Blocks(survival, accepted, np.zeros((steps, lanes), dtype=bool))
+        return DraftedBlocks(survival, accepted, np.zeros((steps, lanes), dtype=bool))
 
 
 def test_rates_by_hand() -> None:
     table = CostTable((1, 2, 3), ((10.0, 12.0, 20.0),), draft_ms=(2.0,))
-    blocks = Blocks(np.array([[[0.5, 0.25]]], np.float32), None, np.ones((1, 1), bool))
+    blocks = DraftedBlocks(np.array([[[0.5, 0.25]]], np.float32), None, np.ones((1, 1), bool))
     report = simulate(table, _Fixed(blocks), gamma=2, concurrency=(1,), blocks=64)  # type: ignore[arg-type]
     assert report.rate("target-only", 1) == pytest.approx(1 / 10)
     assert report.rate("fixed-1", 1) == pytest.approx(1.5 / 14)
@@ -208,3 +209,44 @@ def test_report_is_plain_data() -> None:
     assert {entry["policy"] for entry in data["outcomes"]} == set(report.policies)
     assert [concurrency for concurrency, _ in report.curve("stale")] == [1, 2]
     assert report.concurrencies == [1, 2]
+
+
+def report_of(speedups: dict[int, float]) -> SimulationReport:
+    """A policy with these speedups over a target-only rate of 2."""
+    entries = [
+        Outcome(policy, count, 2.0 * rate, 1.0, 1.0)
+        for count, speedup in speedups.items()
+        for policy, rate in (("target-only", 1.0), ("fixed-0", 0.9), ("stopping", speedup))
+    ]
+    return SimulationReport("text", 1, tuple(entries))
+
+
+@pytest.mark.parametrize(
+    ("speedups", "verdict"),
+    [
+        ({1: 2.0, 8: 1.5}, "pays from 1 to 8 requests at once: at best 2.00 times target-only, at 1"),
+        (
+            {1: 2.0, 8: 1.5, 64: 0.91, 512: 0.8},
+            "pays up to 8 requests at once: at best 2.00 times target-only, at 1; "
+            "target-only is faster at 64 (0.91 times), 512 (0.80 times)",
+        ),
+        ({1: 0.7, 8: 0.9}, "does not pay: at best 0.90 times target-only, at 8 requests at once"),
+        (
+            {1: 0.9, 8: 1.2, 64: 0.5},
+            "pays at 8 requests at once: at best 1.20 times target-only, at 8; "
+            "target-only is faster at 1 (0.90 times), 64 (0.50 times)",
+        ),
+    ],
+)
+def test_the_verdict_compares_with_the_target_alone(speedups: dict[int, float], verdict: str) -> None:
+    assert report_of(speedups).verdict("stopping") == verdict
+
+
+def test_a_trace_has_the_last_cost_table_of_its_file() -> None:
+    tables = [CostTable((1, 2), ((1.0, float(last)),)) for last in (2, 3)]
+    block = {"request": "a", "survival": [0.5]}
+    lines = [json.dumps({"blocks": [block], "cost_table": table.to_dict()}) for table in tables]
+    assert Trace.read([*lines, json.dumps({"blocks": [block]})]).table == tables[1]
+    assert Trace.read([json.dumps({"blocks": [block], "cost_table": None})]).table is None
+    with pytest.raises(ConfigurationError, match="trace line 1: cost table lacks 'token_buckets'"):
+        Trace.read([json.dumps({"blocks": [], "cost_table": {"format": "surefoot-cost-table", "version": 1}})])

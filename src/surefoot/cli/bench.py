@@ -233,7 +233,9 @@ def throughput(
         for arm in built:  # arms of fixed widths may choose their sources by it; what they see of drift stays with them
             if arm.name.startswith("fixed"):
                 arm.engine.policy.costs.use(planned.policy.costs.table)
-    writer = TraceWriter(trace, planned.describe()) if trace is not None and planned is not None else None
+    writer = None
+    if trace is not None and planned is not None:
+        writer = TraceWriter(trace, planned.describe(), planned.policy.costs)
     if writer is not None and planned is not None:
         planned.add_observer(writer)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=SEED)

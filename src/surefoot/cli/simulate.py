@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +14,7 @@ from surefoot.cli.report import note, print_json
 from surefoot.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from surefoot.speculation.cost import CostTable
-    from surefoot.speculation.simulation import Example, SimulationReport
+    from surefoot.speculation.simulation import Example, ExampleWorkload, SimulationReport
 
 WORKLOAD = "chat"
 GAMMA = 7
@@ -39,23 +40,34 @@ def simulate(
     gamma: Annotated[int, typer.Option("--gamma", "-g", min=1, help="Of --synthetic.")] = GAMMA,
     cost_table: Annotated[
         Path | None,
-        typer.Option("--cost-table", help="A table of 'surefoot profile'.", show_default="a made-up accelerator"),
+        typer.Option(
+            "--cost-table",
+            help="A table of 'surefoot profile'.",
+            show_default="that of the trace; an invented accelerator with --synthetic",
+        ),
     ] = None,
     context: Annotated[float, typer.Option("--context", min=0.0, help="Mean cached tokens per request.")] = 0.0,
     blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks played per concurrency.")] = 4096,
     seed: Annotated[int, typer.Option("--seed", help="Of the blocks that are drawn.")] = 0,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write the curves here (PNG, PDF, SVG).")] = PLOT,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", help="Draw the speedups here (PNG, PDF, SVG).", show_default=f"{PLOT}; none with --example"
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Play blocks against a cost table under every policy: expected tokens per ms from 1 to 512 requests at once."""
+    """Replay blocks against a cost table under every policy: does speculation pay, from 1 to 512 requests at once?"""
     if sum((synthetic, trace is not None, example is not None)) != 1:
         raise ConfigurationError("choose what to simulate: one of --synthetic, --trace FILE and --example NAME")
     if example is not None:
-        _examples(example, blocks, seed, json)
+        _examples(example, blocks, seed, plot, json)
         return
+    plot = plot or PLOT
     from surefoot.speculation import simulation
+    from surefoot.speculation.cost import CostTable
 
-    table = _table(cost_table)
+    table = None if cost_table is None else CostTable.load(cost_table)
     source: Any
     if trace is not None:
         try:
@@ -64,10 +76,19 @@ def simulate(
         except OSError as problem:
             raise ConfigurationError(f"cannot read the trace {trace}: {problem.strerror or problem}") from problem
         gamma = source.gamma
+        table = table or source.table
+        if table is None:
+            raise ConfigurationError(
+                f"the trace {trace} was recorded without a cost table, so what its steps cost is not known: give the table "
+                "of a machine (--cost-table FILE of 'surefoot profile'), or record again after 'surefoot profile'"
+            )
+        machine = "the machine of the trace" if cost_table is None else str(cost_table)
     else:
         if workload not in simulation.WORKLOADS:
             raise ConfigurationError(f"workload is {workload!r}; allowed: {', '.join(simulation.WORKLOADS)}")
         source = simulation.WORKLOADS[workload]
+        machine = "an invented accelerator" if table is None else str(cost_table)
+        table = table or simulation.synthetic_table()
     counts = simulation.CONCURRENCY
     with progress_bar("simulating") as show:
         report = simulation.simulate(
@@ -79,45 +100,51 @@ def simulate(
             seed=seed,
             progress=lambda done: show((counts.index(done) + 1) / len(counts)),
         )
-    if plot is not None:
-        draw(report, plot)
+    draw(report, plot)
     if json:
-        print_json({**report.to_dict(), "comparison": comparison(report), "plot": plot})
+        print_json(
+            {
+                **report.to_dict(),
+                "machine": machine,
+                "comparison": comparison(report),
+                "verdicts": verdicts(report),
+                "plot": plot,
+            }
+        )
         return
-    print_report(report)
-    if plot is not None:
-        note(f"curves drawn in {plot}")
-
-
-def _table(path: Path | None) -> CostTable:
-    from surefoot.speculation.cost import CostTable
-    from surefoot.speculation.simulation import synthetic_table
-
-    return synthetic_table() if path is None else CostTable.load(path)
+    print_report(report, machine)
+    note(f"speedups drawn in {plot}")
 
 
 def comparison(report: SimulationReport) -> dict[str, dict[str, float]]:
     """Per adaptive policy and for the clairvoyant: least and greatest relative gain over the best fixed width."""
     from surefoot.speculation.simulation import ADAPTIVE
 
-    fixed = [policy for policy in report.policies if policy.startswith("fixed-")]
-    gains = {
-        policy: [
-            report.rate(policy, count) / max(report.rate(other, count) for other in fixed) - 1
-            for count in report.concurrencies
-        ]
-        for policy in (*ADAPTIVE, "clairvoyant")
-    }
+    gains = {policy: report.gains_over_fixed(policy) for policy in (*ADAPTIVE, "clairvoyant")}
     return {policy: {"least": min(values), "greatest": max(values)} for policy, values in gains.items()}
 
 
-def print_report(report: SimulationReport) -> None:
-    """Tokens per ms by policy and concurrency, and how the adaptive policies compare with the best fixed width."""
+def verdicts(report: SimulationReport) -> dict[str, dict[str, Any]]:
+    """Per adaptive policy: where it beats the target alone, and by how much."""
+    from surefoot.speculation.simulation import ADAPTIVE
+
+    return {
+        policy: {
+            "pays_at": report.pays_at(policy),
+            "speedup": {str(count): report.speedup(policy, count) for count in report.concurrencies},
+            "verdict": report.verdict(policy),
+        }
+        for policy in ADAPTIVE
+    }
+
+
+def print_report(report: SimulationReport, machine: str) -> None:
+    """Tokens per ms by policy and concurrency, and where the adaptive policies pay."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(
-        title=f"expected tokens per ms: {report.workload}, gamma {report.gamma}",
+        title=f"expected tokens per ms: {report.workload}, gamma {report.gamma}, {machine}",
         title_justify="left",
         box=None,
         header_style="bold",
@@ -133,36 +160,65 @@ def print_report(report: SimulationReport) -> None:
     if not console.is_terminal:  # a file or a pipe has no width to keep to
         console = Console(width=160)
     console.print(table, highlight=False)
-    for policy, gain in comparison(report).items():
-        text = f"{policy}: {100 * gain['least']:+.1f} % to {100 * gain['greatest']:+.1f} % against the best fixed width"
-        console.print(text, highlight=False)
+    gains = comparison(report)
+    for policy, found in verdicts(report).items():
+        gain = gains[policy]
+        console.print(
+            f"{policy} {found['verdict']} ({100 * gain['least']:+.1f} % to {100 * gain['greatest']:+.1f} % "
+            "against the best fixed width)",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def draw(report: SimulationReport, path: Path) -> None:
-    """Tokens per ms against concurrency, one line per policy.
+    """Speedup over target-only decoding against concurrency, one line per policy.
 
     Raises:
         ConfigurationError: a file that cannot be written, or a format matplotlib does not know.
     """
+    with _axes(path, f"{report.workload}, γ = {report.gamma}") as axes:
+        counts = report.concurrencies
+        for policy in report.policies:
+            speedups = [report.speedup(policy, count) for count in counts]
+            if policy.startswith("fixed-"):
+                axes.plot(counts, speedups, color="0.75", linewidth=0.8)
+            elif policy != "target-only":
+                axes.plot(counts, speedups, label=policy, linestyle="--" if policy == "clairvoyant" else "-")
+        axes.plot([], [], color="0.75", linewidth=0.8, label="each fixed width")
+        axes.set(xscale="log", xlabel="requests at once")
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+
+
+def draw_example(example: Example, reports: Sequence[SimulationReport], path: Path) -> None:
+    """Speedup of one request over target-only decoding against the fixed width; planned widths as a dashed line.
+
+    Raises:
+        ConfigurationError: a file that cannot be written, or a format matplotlib does not know.
+    """
+    with _axes(path, f"{example.name}, one request, γ = {example.gamma}") as axes:
+        widths = range(example.gamma + 1)
+        for report in reports:
+            (line,) = axes.plot(widths, [report.speedup(f"fixed-{width}") for width in widths], label=report.workload)
+            axes.axhline(report.speedup("stopping"), color=line.get_color(), linestyle="--", linewidth=0.8)
+        axes.set(xlabel="drafts verified (dashed: planned)")
+
+
+@contextmanager
+def _axes(path: Path, title: str) -> Iterator[Any]:
+    """Axes for speedups over target-only decoding, saved to `path` in the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
-    for policy in report.policies:
-        counts, rates = zip(*report.curve(policy), strict=True)
-        if policy.startswith("fixed-"):
-            axes.plot(counts, rates, color="0.75", linewidth=0.8)
-        else:
-            axes.plot(counts, rates, label=policy, linestyle="--" if policy == "clairvoyant" else "-")
-    axes.plot([], [], color="0.75", linewidth=0.8, label="each fixed width")
-    axes.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="expected tokens per ms")
-    axes.set_xticks(report.concurrencies, [str(count) for count in report.concurrencies])
-    axes.minorticks_off()
-    axes.set_title(f"{report.workload}, γ = {report.gamma}")
-    axes.legend()
     try:
+        axes.axhline(1.0, color="black", linewidth=1.0, label="target-only")
+        yield axes
+        axes.set(title=title, ylabel="speedup over target-only", ylim=(0, None))
+        axes.legend()
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as problem:
@@ -174,7 +230,7 @@ def draw(report: SimulationReport, path: Path) -> None:
 # --- the published machines -------------------------------------------------------------------------------------------
 
 
-def _examples(name: str, blocks: int, seed: int, json: bool) -> None:
+def _examples(name: str, blocks: int, seed: int, plot: Path | None, json: bool) -> None:
     from surefoot.speculation.simulation import example_names, load_example
 
     if name == "list":
@@ -186,11 +242,14 @@ def _examples(name: str, blocks: int, seed: int, json: bool) -> None:
                 typer.echo(f"{known}: {description}")
         return
     example = load_example(name)
-    rows = [_advice(example, index, blocks, seed) for index in range(len(example.workloads))]
+    reports = [example.report(workload, blocks=blocks, seed=seed) for workload in example.workloads]
+    rows = [_advice(*pair) for pair in zip(example.workloads, reports, strict=True)]
+    if plot is not None:
+        draw_example(example, reports, plot)
     if json:
         facts = {"example": name, "description": example.description, "gamma": example.gamma}
         limits = {"break_even": example.break_even, "reported_break_even": example.reported_break_even}
-        print_json({**facts, **limits, "workloads": rows})
+        print_json({**facts, **limits, "workloads": rows, "plot": plot})
         return
     typer.echo(example.description)
     even = f"break-even at full width: {example.break_even:.2f} emitted tokens per step"
@@ -205,14 +264,14 @@ def _examples(name: str, blocks: int, seed: int, json: bool) -> None:
             f"(reported: {row['reported_verdict']}, {low:g} to {high:g} tok/s); with planned widths "
             f"{row['planned_speedup']:.2f} times"
         )
+    if plot is not None:
+        note(f"speedups drawn in {plot}")
 
 
-def _advice(example: Example, index: int, blocks: int, seed: int) -> dict[str, Any]:
+def _advice(workload: ExampleWorkload, report: SimulationReport) -> dict[str, Any]:
     """What the simulation says about one workload beside what its owner measured."""
     from surefoot.speculation.simulation import verdict_of
 
-    workload = example.workloads[index]
-    report = example.report(workload, blocks=blocks, seed=seed)
     speedup = report.speedup("verify-all")
     return {
         "workload": workload.name,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from surefoot.engine.device import HostOutputs
     from surefoot.engine.messages import StepInputs
     from surefoot.engine.plan import Plan
+    from surefoot.speculation.live_cost import LiveCost
 
 
 @dataclass(frozen=True)
@@ -84,23 +85,32 @@ StepObserver = Callable[[StepReport], None]
 class TraceWriter:
     """Appends every step to a file, one JSON object a line, each flushed: a trace survives the process that wrote it.
 
-    The first line describes the engine and holds no block.
+    The first line describes the engine and holds no block. It has the cost table in use (`cost_table`); a table that
+    replaces it has a line of its own, before the first step that ran with it.
 
     Raises:
         ConfigurationError: the file cannot be written; its directory must exist.
     """
 
-    def __init__(self, path: str | Path, engine: dict[str, Any]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, engine: dict[str, Any], costs: LiveCost | None = None) -> None:
+        self.path, self._costs = Path(path), costs
         if not self.path.parent.is_dir():
             raise ConfigurationError(f"cannot write the trace {path}: there is no directory {self.path.parent}")
         try:
             self._file = self.path.open("w", encoding="utf-8")
         except OSError as problem:
             raise ConfigurationError(f"cannot write the trace {path}: {problem.strerror or problem}") from problem
-        self._write({"format": "surefoot-trace", "version": 1, "engine": engine, "blocks": []})
+        self._write({"format": "surefoot-trace", "version": 1, "engine": engine, **self._table()})
+
+    def _table(self) -> dict[str, Any]:
+        """The cost table, as a line without a block has it."""
+        table = self._costs.table if self._costs else None
+        self._costs_version = self._costs.version if self._costs else 0
+        return {"cost_table": None if table is None else table.to_dict(), "blocks": []}
 
     def __call__(self, report: StepReport) -> None:
+        if self._costs is not None and self._costs.version != self._costs_version:
+            self._write(self._table())
         self._write(report.to_dict())
 
     def _write(self, data: dict[str, Any]) -> None:

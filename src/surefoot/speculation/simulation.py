@@ -1,8 +1,8 @@
-"""Would it pay, and which rule would choose best? Replay of recorded or synthetic blocks against a cost table.
+"""Does speculation pay, and which policy chooses best? Replay of recorded or synthetic blocks against a cost table.
 
-Every policy sees the same blocks (common random numbers): a policy decides how much of a block is verified, not what is
-drafted next. What it earns are expected tokens: one per request and step, and the calibrated survival of every verified
-position. Where a trace knows what really became of the full windows, that is what counts instead.
+Every policy gets the same blocks (common random numbers): a policy decides how much of a block is verified, not what is
+drafted next. It is credited with expected tokens: one per request and step, and the calibrated survival of every verified
+position; where a trace has the outcome of all full windows, with the accepted tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from surefoot.errors import ConfigurationError
+from surefoot.errors import ConfigurationError, CostTableError
 from surefoot.speculation.cost import CostTable
 from surefoot.speculation.json_files import read_object
 from surefoot.speculation.live_cost import LiveCost
@@ -32,8 +32,8 @@ EXAMPLES = Path(__file__).parents[1] / "profiling" / "examples"
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """T steps of R lanes; a lane serves one request after the other.
+class DraftedBlocks:
+    """Blocks of T steps in R lanes; a lane serves one request after the other.
 
     Attributes:
         survival: [T, R, gamma] float32, calibrated.
@@ -50,8 +50,8 @@ class Blocks:
 class Workload:
     """A synthetic text: confidences in log-odds, with a slow part per request and step and a fast part inside a block.
 
-    The slow part is a mean-reverting walk from block to block, which is what makes a stale confidence informative; the
-    fast part is one inside the block, which only a current confidence can know.
+    The slow part is a mean-reverting walk from block to block, which makes a stale confidence informative; the fast part
+    is another one inside the block, known from current confidences only.
 
     Attributes:
         easiness: mean log-odds of a confidence.
@@ -70,7 +70,7 @@ class Workload:
     cohesion: float = 0.6
     length: float = 64.0
 
-    def blocks(self, steps: int, lanes: int, gamma: int, seed: int) -> Blocks:
+    def blocks(self, steps: int, lanes: int, gamma: int, seed: int) -> DraftedBlocks:
         """Draw `steps` blocks in each of `lanes` lanes."""
         rng = np.random.default_rng(seed)
         fresh = rng.random((steps, lanes)) < 1.0 / self.length
@@ -89,7 +89,7 @@ class Workload:
             fast = weight * fast + np.sqrt(1.0 - weight**2) * self.jitter * fast_noise[k]
             log_odds[:, :, k] += fast
         confidence = 0.5 * (1.0 + np.tanh(0.5 * log_odds))
-        return Blocks(np.cumprod(confidence, axis=2).astype(np.float32), None, fresh)
+        return DraftedBlocks(np.cumprod(confidence, axis=2).astype(np.float32), None, fresh)
 
     def with_acceptance(self, acceptance: float, gamma: int) -> Workload:
         """The same text, as easy as it takes for this share of all drafted tokens to be accepted at full width."""
@@ -122,10 +122,11 @@ class Trace:
 
     A file has one JSON object a line, one line a step: `{"blocks": [{"request": "r1", "survival": [...], "verified":
     7, "accepted": 3}, ...]}`. `verified` and `accepted` may be missing; the outcome of the full window is known where
-    the whole window was verified or a token was rejected.
+    the whole window was verified or a token was rejected. A line may have the `cost_table` in use from then on.
     """
 
     requests: tuple[tuple[npt.NDArray[np.float32], Ints], ...]  # per request [n, gamma] survivals, [n] accepted or -1
+    table: CostTable | None = None  # the last one of the file
 
     @property
     def gamma(self) -> int:
@@ -136,11 +137,15 @@ class Trace:
         """Parse the lines of a trace file. Raises `ConfigurationError` naming the line."""
         sequences: dict[str, list[tuple[list[float], int]]] = {}
         gamma: int | None = None
+        table: CostTable | None = None
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                for block in json.loads(line)["blocks"]:
+                step = json.loads(line)
+                if step.get("cost_table") is not None:
+                    table = CostTable.from_dict(step["cost_table"])
+                for block in step["blocks"]:
                     survival = [float(value) for value in block["survival"]]
                     gamma = gamma or len(survival)
                     if len(survival) != gamma or not all(0.0 <= value <= 1.0 for value in survival):
@@ -149,7 +154,9 @@ class Trace:
                     drafted = block.get("drafted", gamma)  # a lookup miss, or the end of a request, drafts fewer
                     known = accepted is not None and (verified >= drafted or accepted < verified)
                     sequences.setdefault(str(block["request"]), []).append((survival, int(accepted) if known else -1))
-            except (KeyError, TypeError, ValueError) as problem:
+            except CostTableError as problem:
+                raise ConfigurationError(f"trace line {number}: {problem}") from problem
+            except (AttributeError, KeyError, TypeError, ValueError) as problem:
                 raise ConfigurationError(f"trace line {number}: {problem!r}") from problem
         if not sequences:
             raise ConfigurationError("the trace holds no block")
@@ -157,10 +164,11 @@ class Trace:
             tuple(
                 (np.array([s for s, _ in blocks], dtype=np.float32), np.array([a for _, a in blocks], dtype=np.int64))
                 for blocks in sequences.values()
-            )
+            ),
+            table,
         )
 
-    def blocks(self, steps: int, lanes: int, gamma: int, seed: int) -> Blocks:
+    def blocks(self, steps: int, lanes: int, gamma: int, seed: int) -> DraftedBlocks:
         """Fill `lanes` lanes with whole requests in random order, over again when the trace is short."""
         if gamma != self.gamma:
             raise ConfigurationError(f"the trace was recorded with gamma={self.gamma}, asked for gamma={gamma}")
@@ -180,7 +188,7 @@ class Trace:
                 accepted[t : t + count, lane] = outcomes[first : first + count]
                 fresh[t, lane] = True
                 t += count
-        return Blocks(survival, accepted if (accepted >= 0).all() else None, fresh)
+        return DraftedBlocks(survival, accepted if (accepted >= 0).all() else None, fresh)
 
 
 @dataclass(frozen=True)
@@ -226,6 +234,35 @@ class SimulationReport:
         """Tokens per ms relative to decoding with the target alone."""
         return self.rate(policy, concurrency) / self.rate("target-only", concurrency)
 
+    def pays_at(self, policy: str) -> list[int]:
+        """The concurrencies at which the policy emits more tokens per ms than the target alone."""
+        return [count for count in self.concurrencies if self.speedup(policy, count) > 1.0]
+
+    def gains_over_fixed(self, policy: str) -> list[float]:
+        """Relative gain over the best fixed width, by concurrency."""
+        fixed = [other for other in self.policies if other.startswith("fixed-")]
+        return [
+            self.rate(policy, count) / max(self.rate(other, count) for other in fixed) - 1
+            for count in self.concurrencies
+        ]
+
+    def verdict(self, policy: str) -> str:
+        """Up to how many requests at once the policy beats the target alone, and by how much."""
+        counts, pays = self.concurrencies, self.pays_at(policy)
+        at = {count: f"{self.speedup(policy, count):.2f}" for count in counts}
+        if not pays:
+            best = max(counts, key=lambda count: self.speedup(policy, count))
+            return f"does not pay: at best {at[best]} times target-only, at {best} requests at once"
+        best = max(pays, key=lambda count: self.speedup(policy, count))
+        gain = f"at best {at[best]} times target-only, at {best}"
+        if pays == counts:
+            return f"pays from {counts[0]} to {counts[-1]} requests at once: {gain}"
+        losses = [count for count in counts if count not in pays]
+        lost = "target-only is faster at " + ", ".join(f"{count} ({at[count]} times)" for count in losses)
+        if pays == counts[: len(pays)]:
+            return f"pays up to {pays[-1]} requests at once: {gain}; {lost}"
+        return f"pays at {', '.join(map(str, pays))} requests at once: {gain}; {lost}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return asdict(self)
@@ -251,9 +288,9 @@ def simulate(
     before it decides and is what no causal rule can beat.
 
     Args:
-        table: what steps cost.
-        source: what is drafted.
-        blocks: blocks to play per concurrency, at least 48 steps; the first quarter only teaches the planners.
+        table: cost of steps.
+        source: the blocks that are drafted.
+        blocks: number of blocks to replay per concurrency, at least 48 steps; the first quarter only teaches the planners.
         target_only_ms: one decode step without a drafter, if it is not V(R) plus overhead (R = 1 only).
         progress: called with every concurrency when it is done.
     """
@@ -271,7 +308,7 @@ def simulate(
 class _Played:
     """The blocks of one concurrency, and what every policy makes of them."""
 
-    def __init__(self, table: CostTable, blocks: Blocks, gamma: int, context: float) -> None:
+    def __init__(self, table: CostTable, blocks: DraftedBlocks, gamma: int, context: float) -> None:
         self.table, self.blocks, self.gamma, self.context = table, blocks, gamma, context
         self.steps, self.lanes, _ = blocks.survival.shape
         self.full = self.lanes * gamma
@@ -365,7 +402,7 @@ class _Played:
 
 
 def break_even_tokens(table: CostTable, width: int, target_only_ms: float | None = None, requests: int = 1) -> float:
-    """Emitted tokens per request and step from which verifying `width` drafts beats the target alone (design.md section 4)."""
+    """Emitted tokens per request and step from which verifying `width` drafts beats the target alone."""
     alone = target_only_ms or table.verify_ms_at(requests) + table.overhead_ms_at(requests)
     return float(table.step_costs(requests, requests * (1 + width), 1)[0]) / alone
 
@@ -449,7 +486,7 @@ def load_example(name: str) -> Example:
 def synthetic_table(buckets: Sequence[int] | None = None) -> CostTable:
     """A plausible accelerator: memory-bound up to 64 tokens, compute-bound beyond, graphs captured every 8 tokens.
 
-    Made up, for `surefoot simulate --synthetic` and tests; a real engine is profiled.
+    It is invented, for `surefoot simulate --synthetic` and tests; a real engine is profiled.
     """
     sizes = tuple(buckets) if buckets is not None else (1, 2, 4, *range(8, 4097, 8))
     times = tuple(10.0 + 0.02 * size + 0.06 * max(0, size - 64) for size in sizes)

@@ -197,7 +197,10 @@ def measure_now(profile: Callable[..., Profile]) -> None:
     except SurefootError as problem:
         note(f"measured, but not for the next start: {problem}")
     else:
-        note(f"cost table measured in {found.seconds:.0f} s and saved; 'surefoot profile' measures longer")
+        note(
+            f"cost table measured in {found.seconds:.0f} s and saved; "
+            "'surefoot profile' with the same engine options measures longer"
+        )
         note_unsteady(found)
 
 
@@ -223,7 +226,7 @@ def note_unsteady(found: Profile) -> None:
     if found.unsteady > UNSTEADY:
         note(
             f"the repeats of {found.unsteady:.0%} of the points lie far apart: something else was running. "
-            "Measure again on an idle machine, with 'surefoot profile'"
+            "Measure again on an idle machine, with 'surefoot profile' and the same engine options"
         )
 
 

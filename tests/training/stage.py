@@ -10,8 +10,8 @@ import torch
 from surefoot.drafters.model import DSparkModel
 from surefoot.targets.target import Target
 from surefoot.training.corpus import Corpus, Document
-from surefoot.training.features import Words, choose_words
-from surefoot.training.initial import dissect, draft_config, initial_model
+from surefoot.training.features import TrainingVocabulary, choose_vocabulary
+from surefoot.training.initial import draft_config, initial_model, read_traits
 from surefoot.training.options import DrafterShape, TrainingOptions
 from surefoot.training.progress import Progress
 from surefoot.training.trainer import Trainer
@@ -41,9 +41,9 @@ def options(**changes: Any) -> TrainingOptions:
     return TrainingOptions(**{**settings, **changes})
 
 
-def drafter_model(target: Target, words: Words, shape: DrafterShape = SHAPE, seed: int = 0) -> DSparkModel:
-    anatomy = dissect(target, shape.layers)
-    return initial_model(target, anatomy, draft_config(target, anatomy, shape, words, 0), words, seed)
+def drafter_model(target: Target, words: TrainingVocabulary, shape: DrafterShape = SHAPE, seed: int = 0) -> DSparkModel:
+    traits = read_traits(target, shape.layers)
+    return initial_model(target, traits, draft_config(target, traits, shape, words, 0), words, seed)
 
 
 def trainer(
@@ -56,6 +56,6 @@ def trainer(
     """A trainer over a tiny target and random text."""
     target = tiny_target(architecture)
     corpus, held_out = some_text(target, documents), some_text(target, 4, seed=1)
-    words, _ = choose_words(corpus, held_out, target.vocab_size, shape.vocab)
+    words, _ = choose_vocabulary(corpus, held_out, target.vocab_size, shape.vocab)
     model = drafter_model(target, words, shape)
     return Trainer(target, model, words, corpus, held_out, options(**changes), label_dtype=label_dtype)

@@ -11,8 +11,8 @@ import torch
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.calibration import Calibration
-from surefoot.training.forced import Text, TextBlocks, choose_sharpness, follow
-from surefoot.training.measure import Blocks, note_blocks
+from surefoot.training.forced import TextBlocks, WrittenText, choose_sharpness, follow
+from surefoot.training.measure import VerifiedBlocks, note_blocks
 from surefoot.training.progress import Progress
 from tests.engine.engines import EngineUnderTest, build, tiny_dspark
 from tests.tiny_models import tiny_target
@@ -27,12 +27,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def written(
     engine: EngineUnderTest, drafter: DSparkDrafter, prompt: list[int], params: SamplingParams, count: int
-) -> tuple[Blocks, list[Text]]:
-    blocks = Blocks(GAMMA)
+) -> tuple[VerifiedBlocks, list[WrittenText]]:
+    blocks = VerifiedBlocks(GAMMA)
     engine.add_observer(lambda report: note_blocks(report, params.temperature, lambda request: blocks))
     requests = engine.run([prompt] * count, params)
     drafter.draw_by(None)
-    return blocks, [Text(tuple(r.token_ids), len(prompt), params.temperature) for r in requests]
+    return blocks, [WrittenText(tuple(r.token_ids), len(prompt), params.temperature) for r in requests]
 
 
 @pytest.mark.parametrize("copying", [None, [0.0, 0.3, *[0.8] * 15]], ids=["alone", "copying"])
@@ -49,7 +49,7 @@ def test_the_blocks_of_a_greedy_text_are_those_of_the_loop(
     params = SamplingParams(temperature=0, max_tokens=80)
     blocks, texts = written(engine, drafter, [3, 1, 4, 1, 5], params, 1)
     drafter.draw_by(Calibration([1.0] * GAMMA, copying=copying))
-    seen = follow(target, drafter, [*texts, Text((2, 7, 2), 1, 0.0)], Progress("test", False))
+    seen = follow(target, drafter, [*texts, WrittenText((2, 7, 2), 1, 0.0)], Progress("test", False))
     mine = seen.text == 0
     assert mine.sum() == len(texts[0].tokens) - texts[0].start - 1
     chance = seen.chance[:, :, 0]
@@ -128,7 +128,7 @@ def test_a_copy_that_the_drafter_has_no_word_for_does_not_count() -> None:
     drafter = tiny_dspark(target, GAMMA, draft_vocab_size=40)
     words = set(drafter.vocabulary.tolist())
     known, unknown = min(words), min(set(range(target.vocab_size)) - words)
-    text = Text((known, unknown, known, unknown, known, unknown, known), 1, 0.0)
+    text = WrittenText((known, unknown, known, unknown, known, unknown, known), 1, 0.0)
     seen = follow(target, drafter, [text], Progress("test", False))
     position = np.arange(2, 7)[:, None] + np.arange(GAMMA)  # in the text, of every block's drafts
     right = np.where(position < 7, position % 2 == 0, False)  # those behind an unknown token are known
@@ -140,7 +140,7 @@ def test_a_copy_that_the_drafter_has_no_word_for_does_not_count() -> None:
 def test_a_whole_vocabulary_needs_no_words() -> None:
     target = tiny_target("llama")
     drafter = tiny_dspark(target, GAMMA)
-    seen = follow(target, drafter, [Text((1, 2, 3, 4, 5), 2, 1.0)], Progress("test", False))
+    seen = follow(target, drafter, [WrittenText((1, 2, 3, 4, 5), 2, 1.0)], Progress("test", False))
     assert seen.chance.shape == (2, GAMMA, len(seen.sharpness))
     assert seen.known.tolist() == [[True, True, False], [True, False, False]]
     assert torch.isfinite(torch.from_numpy(seen.logits)).all()

@@ -18,7 +18,7 @@ from surefoot.training import builtin, measure
 from surefoot.training.corpus import Corpus, Document, read_shard, write_shard
 from surefoot.training.evaluate import check_unseen, evaluate, load_calibration, load_workloads
 from surefoot.training.files import Workplace
-from surefoot.training.initial import dissect
+from surefoot.training.initial import read_traits
 from surefoot.training.options import Budget, DataOptions, DrafterShape, TrainingOptions
 from surefoot.training.pipeline import STAGES, Pipeline, Run
 from surefoot.training.progress import Progress
@@ -49,7 +49,7 @@ def a_run(prompts: Path, **changes: Any) -> Run:
 
 def pipeline(run: Run, output: Path) -> Pipeline:
     target = tiny_target()
-    return Pipeline(target, dissect(target, run.shape.layers), run, output, show=False)
+    return Pipeline(target, read_traits(target, run.shape.layers), run, output, show=False)
 
 
 @pytest.fixture(scope="module")

@@ -12,21 +12,21 @@ from surefoot.engine.assembly import build_engine
 from surefoot.engine.options import EngineOptions
 from surefoot.sampling import SamplingParams
 from surefoot.targets.target import Target
-from surefoot.training.sampler import LOOK, BulkSampler, Job, Text
+from surefoot.training.sampler import LOOK, BulkSampler, Continuation, SampledText
 from tests.tiny_models import tiny_target
 
 
-def continue_all(target: Target, jobs: list[Job], rows: int, max_len: int = 64) -> dict[int, Text]:
+def continue_all(target: Target, jobs: list[Continuation], rows: int, max_len: int = 64) -> dict[int, SampledText]:
     sampler = BulkSampler(target, rows=rows, max_len=max_len)
     found = {text.job.index: text for texts in sampler.run(jobs) for text in texts}
     assert sampler.generated == sum(len(text.tokens) - len(text.job.tokens) for text in found.values())
     return found
 
 
-def some_jobs(target: Target, count: int, temperature: float, max_new: int = 24) -> list[Job]:
+def some_jobs(target: Target, count: int, temperature: float, max_new: int = 24) -> list[Continuation]:
     rng = np.random.default_rng(3)
     prompts = [tuple(rng.integers(0, target.vocab_size, rng.integers(1, 20)).tolist()) for _ in range(count)]
-    return [Job(i, prompt, temperature, max_new, seed=100 + i) for i, prompt in enumerate(prompts)]
+    return [Continuation(i, prompt, temperature, max_new, seed=100 + i) for i, prompt in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -71,7 +71,7 @@ def test_end_tokens_stop_a_text_and_are_kept() -> None:
 def test_first_tokens_follow_the_targets_law() -> None:
     target = tiny_target("llama")
     prompt, draws = (3, 1, 4), 4000
-    jobs = [Job(i, prompt, 0.7, 1, seed=i) for i in range(draws)]
+    jobs = [Continuation(i, prompt, 0.7, 1, seed=i) for i in range(draws)]
     found = continue_all(target, jobs, rows=500)
     counts = Counter(int(text.tokens[-1]) for text in found.values())
     with torch.no_grad():

@@ -25,7 +25,7 @@ from surefoot.targets.optimise import optimise
 from surefoot.targets.target import Target
 from surefoot.training.batches import Anchors, collate, pick_anchors, plan
 from surefoot.training.corpus import Corpus, Document
-from surefoot.training.features import TargetReader, choose_words
+from surefoot.training.features import TargetReader, choose_vocabulary
 from surefoot.training.initial import head_matrix
 from surefoot.training.network import block_hidden
 from surefoot.training.optimiser import choose_precision, learning_rate
@@ -313,7 +313,7 @@ def test_a_saved_drafter_is_the_trained_one(tmp_path: Path) -> None:
 
 def test_a_drafter_begins_as_its_target_s_last_layers() -> None:
     target = tiny_target("gemma3", seed=3)
-    words, _ = choose_words(some_text(target, 4), some_text(target, 2, seed=1), 64, 50)
+    words, _ = choose_vocabulary(some_text(target, 4), some_text(target, 2, seed=1), 64, 50)
     model = drafter_model(target, words, replace(SHAPE, layers=2))
     layer, own = target.model.model.layers[1], model.layers[1]
     assert torch.equal(own.mlp.down_proj.weight, layer.mlp.down_proj.weight)
@@ -328,7 +328,7 @@ def test_a_drafter_begins_as_its_target_s_last_layers() -> None:
 
 def test_a_smaller_feed_forward_keeps_the_strongest_neurons() -> None:
     target = tiny_target()
-    words, _ = choose_words(some_text(target, 4), some_text(target, 2, seed=1), 64, 50)
+    words, _ = choose_vocabulary(some_text(target, 4), some_text(target, 2, seed=1), 64, 50)
     model = drafter_model(target, words, replace(SHAPE, inner=16))
     mlp = target.model.model.layers[1].mlp
     strength = mlp.gate_proj.weight.norm(dim=1) * mlp.up_proj.weight.norm(dim=1) * mlp.down_proj.weight.norm(dim=0)
@@ -369,11 +369,11 @@ def test_anchors_lie_in_the_continuation_and_blocks_end_with_the_text() -> None:
 def test_the_vocabulary_holds_the_most_frequent_emitted_tokens() -> None:
     corpus = Corpus([Document(0, 1, np.array([9, 7, 7, 7, 3, 3, 5]))])
     held_out = Corpus([Document(0, 1, np.array([9, 7, 8]))])
-    words, counts = choose_words(corpus, held_out, 10, 3, always=[0])
+    words, counts = choose_vocabulary(corpus, held_out, 10, 3, always=[0])
     assert words.vocabulary.tolist() == [0, 3, 7]
     assert words.seen.tolist() == [0, 3, 5, 7, 8, 9]
     assert counts["held_out_coverage"] == 0.5
-    assert choose_words(corpus, held_out, 10, 10)[0].vocabulary is None
+    assert choose_vocabulary(corpus, held_out, 10, 10)[0].vocabulary is None
 
 
 def test_learning_rate_warms_up_and_falls() -> None:

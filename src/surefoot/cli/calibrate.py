@@ -15,7 +15,7 @@ from surefoot.sampling import SamplingParams
 if TYPE_CHECKING:
     from surefoot.speculation.calibration import Calibration
     from surefoot.speculation.calibration_quality import PositionQuality
-    from surefoot.training.measure import Blocks
+    from surefoot.training.measure import VerifiedBlocks
 
 
 def register(app: typer.Typer) -> None:
@@ -154,7 +154,7 @@ def calibrate(
     note(f"{len(met.accepted)} blocks of {len(asked)} prompts; saved to {path}{used}")
 
 
-def _before_and_after(blocks: Blocks, fitted: Calibration) -> dict[str, list[PositionQuality]]:
+def _before_and_after(blocks: VerifiedBlocks, fitted: Calibration) -> dict[str, list[PositionQuality]]:
     from surefoot.training.measure import arms_of
 
     return {arm: blocks.quality(judge) for arm, judge in arms_of(blocks, fitted).items()}

@@ -17,7 +17,7 @@ from surefoot.engine.options import COMBINED_PREFIX
 from surefoot.errors import CalibrationError, DrafterError, SurefootError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.calibration import Calibration
-from surefoot.training.forced import Text
+from surefoot.training.forced import WrittenText
 from surefoot.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -128,14 +128,14 @@ def _misfits(checkpoint: Path, model: str, trust_remote_code: bool) -> list[str]
 
 def write_texts(
     llm: LLM, prompts: Sequence[BenchPrompt], params: SamplingParams, progress: Progress, span: tuple[float, float]
-) -> list[Text]:
+) -> list[WrittenText]:
     """Answer all prompts, turn by turn: what was written.
 
     Args:
         params: of every answer.
         span: which part of `progress` this is.
     """
-    texts: list[Text] = []
+    texts: list[WrittenText] = []
     conversations: list[list[dict[str, str]]] = [[] for _ in prompts]
     rounds = max(len(prompt.turns) for prompt in prompts)
     for turn in range(rounds):
@@ -153,7 +153,7 @@ def write_texts(
             for index, output in zip(asked[some], outputs, strict=True):
                 conversations[index].append({"role": "assistant", "content": output.text})
                 start = len(output.prompt_token_ids)
-                texts.append(Text((*output.prompt_token_ids, *output.token_ids), start, params.temperature))
+                texts.append(WrittenText((*output.prompt_token_ids, *output.token_ids), start, params.temperature))
                 done += 1
             share = (turn + done / len(asked)) / rounds
             progress.update(span[0] + (span[1] - span[0]) * share, f"{len(texts)} texts")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surefoot.training.corpus import Corpus, Document
-from surefoot.training.features import MAX_DOCUMENTS, Row
+from surefoot.training.features import MAX_DOCUMENTS, PackedRow
 from surefoot.training.options import TrainingOptions
 
 Ints = npt.NDArray[np.int64]
@@ -137,12 +137,14 @@ class Batch:
     weight: Tensor  # [N, A, gamma] float32
 
 
-def collate(rows: Sequence[Row], starts: Sequence[Sequence[int]], anchors: Sequence[Anchors], compact: Tensor) -> Batch:
+def collate(
+    rows: Sequence[PackedRow], starts: Sequence[Sequence[int]], anchors: Sequence[Anchors], compact: Tensor
+) -> Batch:
     """Join rows and their anchors.
 
     Args:
         starts: per row, the first anchor position of every document.
-        compact: [V] target id -> index of the word (`Words.compact`).
+        compact: [V] target id -> index of the word (`TrainingVocabulary.compact`).
     """
     device = rows[0].features.device
     length = max(row.tokens.shape[0] for row in rows)

@@ -13,7 +13,7 @@ from surefoot.sampling import SamplingParams
 from surefoot.speculation.calibration import Calibration
 from surefoot.speculation.json_files import read_object, write_object
 from surefoot.targets.target import Target
-from surefoot.training.measure import Blocks, arms_of, describe_blocks, speculation_engine, watch
+from surefoot.training.measure import VerifiedBlocks, arms_of, describe_blocks, speculation_engine, watch
 from surefoot.training.plots import acceptance_plot, reliability_plot
 from surefoot.training.progress import Progress
 from surefoot.training.prompts import Prompt, read_prompts, tokenizer_of
@@ -114,7 +114,7 @@ def evaluate(
         "copying": None if fitted is None or fitted.copying is None else fitted.copying.tolist(),
         "results": {},
     }
-    everything: dict[str, Blocks] = {}
+    everything: dict[str, VerifiedBlocks] = {}
     for number, temperature in enumerate(temperatures):
         span = (number / len(temperatures), (number + 1) / len(temperatures))
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
@@ -126,7 +126,7 @@ def evaluate(
     write_object(output / "evaluation.json", report)
     (output / "card.md").write_text(card(report), encoding="utf-8")
     acceptance_plot(everything, output / "acceptance.png")
-    pooled = Blocks(engine.gamma)
+    pooled = VerifiedBlocks(engine.gamma)
     for name, group in everything.items():
         if name.startswith("all at "):
             pooled.merge(group)
@@ -136,13 +136,13 @@ def evaluate(
     return report
 
 
-def _grouped(blocks: dict[str, Blocks]) -> dict[str, Blocks]:
+def _grouped(blocks: dict[str, VerifiedBlocks]) -> dict[str, VerifiedBlocks]:
     """Every workload, every group of workloads, and all together."""
     gamma = next(iter(blocks.values())).gamma
-    found: dict[str, Blocks] = dict(blocks)
+    found: dict[str, VerifiedBlocks] = dict(blocks)
     for name, part in blocks.items():
         for pool in {GROUPS.get(name), "all"} - {None, name}:
-            found.setdefault(str(pool), Blocks(gamma)).merge(part)
+            found.setdefault(str(pool), VerifiedBlocks(gamma)).merge(part)
     return found
 
 

@@ -28,7 +28,7 @@ _SOFTMAX_ROWS = {"cpu": 64, "cuda": 2048}  # rows whose float32 logits exist at 
 
 
 @dataclass(frozen=True)
-class Words:
+class TrainingVocabulary:
     """Which tokens matter in training."""
 
     vocabulary: Tensor | None  # [V_draft] int64 ascending, draft id -> target id; None: all of the target's
@@ -41,9 +41,9 @@ class Words:
         return index
 
 
-def choose_words(
+def choose_vocabulary(
     corpus: Corpus, held_out: Corpus, vocab_size: int, size: int, always: Sequence[int] = ()
-) -> tuple[Words, dict[str, Any]]:
+) -> tuple[TrainingVocabulary, dict[str, Any]]:
     """The `size` most frequent emitted tokens, and counts for the record.
 
     Args:
@@ -74,11 +74,11 @@ def choose_words(
         "words": vocab_size if vocabulary is None else size,
         "held_out_coverage": round(covered, 5),
     }
-    return Words(vocabulary, torch.from_numpy(occurring.astype(np.int64))), counts
+    return TrainingVocabulary(vocabulary, torch.from_numpy(occurring.astype(np.int64))), counts
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """Documents of one packed row after the target's pass."""
 
     tokens: Tensor  # [T] int64
@@ -119,9 +119,9 @@ class TargetReader:
             device=target.device,
         )
 
-    def read(self, rows: Sequence[Sequence[Document]]) -> list[Row]:
+    def read(self, rows: Sequence[Sequence[Document]]) -> list[PackedRow]:
         """The rows, each with its documents."""
-        found: list[Row] = []
+        found: list[PackedRow] = []
         for first in range(0, len(rows), self.rows):
             part = rows[first : first + self.rows]
             whole = self._pass([document for row in part for document in row])
@@ -129,7 +129,7 @@ class TargetReader:
         return found
 
     @torch.no_grad()
-    def _pass(self, documents: Sequence[Document]) -> Row:
+    def _pass(self, documents: Sequence[Document]) -> PackedRow:
         device = self.target.device
         tokens, positions, owner = flat(documents)
         starts = torch.tensor([document.start for document in documents])
@@ -138,7 +138,7 @@ class TargetReader:
         batch = self._pack(documents, row_tokens, row_positions, row_owner, labelled)
         output = self.target.forward(batch, self.cache, self.feature_layers)
         assert output.features is not None
-        return Row(row_tokens, row_positions, row_owner, output.features, self._probabilities(output.logits))
+        return PackedRow(row_tokens, row_positions, row_owner, output.features, self._probabilities(output.logits))
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         """[M, V] logits -> [M, V_draft] probabilities; their sum falls short of 1 by what lies outside the vocabulary."""
@@ -164,7 +164,7 @@ class TargetReader:
         return FlatBatch.of_rows(cache, tokens, positions, owner, logit_rows)
 
 
-def _split(whole: Row, rows: Sequence[Sequence[Document]]) -> list[Row]:
+def _split(whole: PackedRow, rows: Sequence[Sequence[Document]]) -> list[PackedRow]:
     """A pass over several rows, row by row; owners count from 0 in each."""
     if len(rows) == 1:
         return [whole]
@@ -174,7 +174,7 @@ def _split(whole: Row, rows: Sequence[Sequence[Document]]) -> list[Row]:
         labels = sum(length - document.start for length, document in zip(lengths, row, strict=True))
         here = slice(token, token + sum(lengths))
         found.append(
-            Row(
+            PackedRow(
                 whole.tokens[here],
                 whole.positions[here],
                 whole.owner[here] - owner,

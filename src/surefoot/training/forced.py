@@ -33,7 +33,7 @@ _LARGEST = 2**26  # target probabilities that exist at a time: 0.25 GiB in float
 
 
 @dataclass(frozen=True)
-class Text:
+class WrittenText:
     """A text of the target's: a prompt, and what the target went on with at a temperature."""
 
     tokens: tuple[int, ...]
@@ -164,7 +164,7 @@ class _Follower:
 def follow(
     target: Target,
     drafter: DSparkDrafter,
-    texts: Sequence[Text],
+    texts: Sequence[WrittenText],
     progress: Progress,
     *,
     sharpness: Sequence[float] = SHARPNESS,
@@ -214,7 +214,7 @@ class _Reader:
         """Rows of slots, ascending; those of one slot together."""
         return FlatBatch.of_rows(self.cache, self.history[slots, positions], positions, slots, logit_rows)
 
-    def read(self, texts: list[Text], numbers: list[int]) -> list[dict[str, npt.NDArray[np.generic]]]:
+    def read(self, texts: list[WrittenText], numbers: list[int]) -> list[dict[str, npt.NDArray[np.generic]]]:
         """The blocks of each text, by the fields of `TextBlocks`."""
         gamma, device, vocabulary = self.drafter.gamma, self.target.device, self.drafter.vocabulary
         blocks_of = [

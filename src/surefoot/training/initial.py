@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from surefoot.drafters.config import DSparkConfig
 from surefoot.drafters.model import DSparkModel, head_rows
 from surefoot.targets.target import Target
-from surefoot.training.features import Words
+from surefoot.training.features import TrainingVocabulary
 from surefoot.training.options import DrafterShape
 
 _ROPE_THETA = 10_000.0
@@ -19,7 +19,7 @@ _FITTING_ROPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class TargetTraits:
     """What the drafter takes over from its target, copied before the target's modules are packed for serving."""
 
     layers: dict[str, Tensor]  # names of the draft layers' parameters -> weights of the target's last layers
@@ -32,7 +32,7 @@ class Anatomy:
     embedding_scale: float
 
 
-def dissect(target: Target, layers: int) -> Anatomy:
+def read_traits(target: Target, layers: int) -> TargetTraits:
     """Read the target's last `layers` decoder layers; what is missing there (an unusual architecture) starts at random."""
     decoder = _decoder_layers(target.model)
     chosen = list(decoder)[-layers:]
@@ -46,7 +46,7 @@ def dissect(target: Target, layers: int) -> Anatomy:
                 taken[f"layers.{number}.{name}"] = value.detach().to("cpu", torch.float32, copy=True)
     last = {name for name, _ in chosen[-1].named_parameters()}
     config = target.config
-    return Anatomy(
+    return TargetTraits(
         layers=taken,
         norm=_norm_weight(_final_norm(target.model, decoder)),
         input_norm=taken.get(f"layers.{len(chosen) - 1}.input_layernorm.weight"),
@@ -97,7 +97,9 @@ def _embedding_scale(target: Target) -> float:
     return 1.0 if abs(factor - 1) < 1e-3 else factor
 
 
-def draft_config(target: Target, anatomy: Anatomy, shape: DrafterShape, words: Words, mask_token: int) -> DSparkConfig:
+def draft_config(
+    target: Target, traits: TargetTraits, shape: DrafterShape, words: TrainingVocabulary, mask_token: int
+) -> DSparkConfig:
     """The drafter's configuration. At the target's width it looks like the target's last layers; a narrower one keeps
     their head size and proportions."""
     config, width = target.config, shape.hidden_size or target.hidden_size
@@ -126,8 +128,8 @@ def draft_config(target: Target, anatomy: Anatomy, shape: DrafterShape, words: W
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "hidden_act": anatomy.hidden_act,
-        "attention_bias": anatomy.attention_bias,
+        "hidden_act": traits.hidden_act,
+        "attention_bias": traits.attention_bias,
         "layer_types": tuple(kinds),
         "sliding_window": window,
         "rope_parameters": _rope(config, set(kinds)),
@@ -140,10 +142,10 @@ def draft_config(target: Target, anatomy: Anatomy, shape: DrafterShape, words: W
         "markov_head_type": shape.head if head else "vanilla",
         "enable_confidence_head": head,
         "confidence_head_with_markov": head,
-        "qk_norm": anatomy.qk_norm,
-        "sandwich_norms": anatomy.sandwich_norms,
+        "qk_norm": traits.qk_norm,
+        "sandwich_norms": traits.sandwich_norms,
         "attention_scaling": None if scaling is None else float(scaling) ** -0.5,
-        "embedding_scale": anatomy.embedding_scale,
+        "embedding_scale": traits.embedding_scale,
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
         "feature_norm": True,
         "draft_vocab_size": None if words.vocabulary is None else len(words.vocabulary),
@@ -177,7 +179,9 @@ def _plain(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def initial_model(target: Target, anatomy: Anatomy, config: DSparkConfig, words: Words, seed: int) -> DSparkModel:
+def initial_model(
+    target: Target, traits: TargetTraits, config: DSparkConfig, words: TrainingVocabulary, seed: int
+) -> DSparkModel:
     """A float32 model: draft layers, norms and the view on the last feature as the target has them, the rest random.
 
     A first experiment found this to learn far faster than a random start (loss 3.2 against 13.4 after 50 steps).
@@ -189,11 +193,11 @@ def initial_model(target: Target, anatomy: Anatomy, config: DSparkConfig, words:
             nn.init.normal_(model.markov_head.markov_w2.weight, std=0.02)
     model.to(target.device)
     state = model.state_dict()
-    for name, value in _pruned(anatomy.layers, config).items():
+    for name, value in _pruned(traits.layers, config).items():
         if name in state and state[name].shape == value.shape:
             state[name].copy_(value)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module.bias is not None and f"{name}.bias" not in anatomy.layers:
+        if isinstance(module, nn.Linear) and module.bias is not None and f"{name}.bias" not in traits.layers:
             module.bias.zero_()
     view = torch.eye(config.target_width)
     if config.narrow:
@@ -204,7 +208,7 @@ def initial_model(target: Target, anatomy: Anatomy, config: DSparkConfig, words:
         model.head_proj.weight.copy_(view.T)
     model.fc.weight.mul_(0.02)
     model.fc.weight[:, -config.target_width :].copy_(view)
-    for norm, weight in ((model.norm, anatomy.norm), (model.hidden_norm, anatomy.input_norm)):
+    for norm, weight in ((model.norm, traits.norm), (model.hidden_norm, traits.input_norm)):
         if weight is not None and norm.weight is not None and norm.weight.shape == weight.shape:
             norm.weight.copy_(weight)
     if model.markov_head is not None:

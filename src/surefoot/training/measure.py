@@ -23,7 +23,7 @@ from surefoot.speculation.calibration import Calibration, Provenance
 from surefoot.speculation.calibration_fit import fit_temperatures, fit_weights
 from surefoot.speculation.calibration_quality import Outcomes, PositionQuality, quality_by_position
 from surefoot.targets.target import Target
-from surefoot.training.forced import Text, choose_sharpness, follow
+from surefoot.training.forced import WrittenText, choose_sharpness, follow
 from surefoot.training.progress import Progress
 
 COPYING_TEXTS = 48  # about so many texts tell how far copies are to be trusted
@@ -80,7 +80,7 @@ def speculation_engine(
 
 
 @dataclass
-class Blocks:
+class VerifiedBlocks:
     """N verified blocks."""
 
     gamma: int
@@ -90,18 +90,18 @@ class Blocks:
     logits: list[list[float]] = field(default_factory=list)  # [N, gamma] of the confidence head; empty without one
     signal: list[list[float]] = field(default_factory=list)  # [N, gamma]; empty without a head
 
-    def merge(self, other: Blocks) -> None:
+    def merge(self, other: VerifiedBlocks) -> None:
         for name in ("accepted", "verified", "temperature", "logits", "signal"):
             getattr(self, name).extend(getattr(other, name))
 
-    def at(self, temperature: float) -> Blocks:
+    def at(self, temperature: float) -> VerifiedBlocks:
         """Those of requests sampled at this temperature."""
         kept = [i for i, t in enumerate(self.temperature) if t == temperature]
         lists = {
             name: [values[i] for i in kept] if (values := getattr(self, name)) else []
             for name in ("accepted", "verified", "temperature", "logits", "signal")
         }
-        return Blocks(self.gamma, **lists)
+        return VerifiedBlocks(self.gamma, **lists)
 
     def survival(self, calibration: Calibration) -> npt.NDArray[np.float64]:
         """[N, gamma] as `calibration` predicts it."""
@@ -138,7 +138,7 @@ class Blocks:
         return rates, counts
 
 
-def note_blocks(report: StepReport, temperature: float, blocks_of: Callable[[str], Blocks]) -> None:
+def note_blocks(report: StepReport, temperature: float, blocks_of: Callable[[str], VerifiedBlocks]) -> None:
     """Keep what became of the blocks of one step; `blocks_of` says where those of a request belong."""
     outputs = report.outputs
     logits, signal = (
@@ -163,8 +163,8 @@ def watch(
     progress: Progress,
     *,
     span: tuple[float, float] = (0.0, 1.0),
-    texts: list[Text] | None = None,
-) -> dict[str, Blocks]:
+    texts: list[WrittenText] | None = None,
+) -> dict[str, VerifiedBlocks]:
     """Complete the prompts of every workload and return its blocks.
 
     Args:
@@ -173,7 +173,7 @@ def watch(
         span: which part of `progress` this is.
         texts: gets what was written.
     """
-    found = {workload: Blocks(engine.gamma) for workload in prompts}
+    found = {workload: VerifiedBlocks(engine.gamma) for workload in prompts}
     owner: dict[str, str] = {}
 
     def observe(report: StepReport) -> None:
@@ -197,7 +197,7 @@ def watch(
         for request_id in list(engine.requests):
             engine.cancel(request_id)
     if texts is not None:
-        texts += [Text(tuple(r.token_ids), len(r.prompt_token_ids), params.temperature) for r in requests]
+        texts += [WrittenText(tuple(r.token_ids), len(r.prompt_token_ids), params.temperature) for r in requests]
     return found
 
 
@@ -217,7 +217,7 @@ def calibrate(
     """
     assert isinstance(engine.drafter, DSparkDrafter)
     engine.drafter.draw_by(None)  # whatever lies beside it
-    texts: list[Text] = []
+    texts: list[WrittenText] = []
     share = WRITING / len(temperatures)
     for number, temperature in enumerate(temperatures):
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
@@ -239,8 +239,8 @@ def calibrate(
 
 
 def fit_calibration(
-    target: Target, drafter: DSparkDrafter, texts: Sequence[Text], progress: Progress, *, dataset: str, name: str
-) -> tuple[Calibration, Blocks]:
+    target: Target, drafter: DSparkDrafter, texts: Sequence[WrittenText], progress: Progress, *, dataset: str, name: str
+) -> tuple[Calibration, VerifiedBlocks]:
     """Everything there is to fit, from what `drafter` says along `texts`.
 
     Copying comes first, because all else depends on it, from some of the texts; then sharpness, then confidences.
@@ -273,7 +273,7 @@ def fit_calibration(
     chance = seen.chance[:, :, level]
     rows, accepted, known = seen.met(chance, np.random.default_rng(0))
     columns = (seen.temperature, seen.logits, seen.signal)
-    met = Blocks(gamma, accepted.tolist(), known.tolist(), *(column[rows].tolist() for column in columns))
+    met = VerifiedBlocks(gamma, accepted.tolist(), known.tolist(), *(column[rows].tolist() for column in columns))
     plain = fit_temperatures(met.confidence_logits(), met.outcomes)
     reached = seen.reached(chance)
     weights = fit_weights(seen.logits, seen.signal, seen.temperature, seen.overlap[:, :, level], reached)
@@ -284,7 +284,7 @@ def fit_calibration(
     return fitted, met
 
 
-def describe_blocks(blocks: Blocks, calibration: Calibration | None) -> dict[str, object]:
+def describe_blocks(blocks: VerifiedBlocks, calibration: Calibration | None) -> dict[str, object]:
     """Every figure of one workload at one temperature, JSON-ready (NaN where nothing was seen is None)."""
     rates, counts = blocks.conditional()
     length = blocks.accepted_length
@@ -305,7 +305,7 @@ def describe_blocks(blocks: Blocks, calibration: Calibration | None) -> dict[str
     return figures
 
 
-def arms_of(blocks: Blocks, calibration: Calibration | None) -> dict[str, Calibration]:
+def arms_of(blocks: VerifiedBlocks, calibration: Calibration | None) -> dict[str, Calibration]:
     """What confidences are judged by: "before" calibration and, with one, "after"."""
     before = {"before": Calibration.identity(blocks.gamma)}
     return before if calibration is None else {**before, "after": calibration}

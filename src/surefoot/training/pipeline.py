@@ -26,9 +26,9 @@ from surefoot.speculation.json_files import read_object, write_object
 from surefoot.targets.target import Target
 from surefoot.training.corpus import Corpus, write_shard
 from surefoot.training.evaluate import evaluate, load_workloads, prompts_of_rows
-from surefoot.training.features import Words, choose_words
+from surefoot.training.features import TrainingVocabulary, choose_vocabulary
 from surefoot.training.files import Workplace, file_digest, read_lines
-from surefoot.training.initial import Anatomy, dissect, draft_config, initial_model
+from surefoot.training.initial import TargetTraits, draft_config, initial_model, read_traits
 from surefoot.training.measure import calibrate, speculation_engine
 from surefoot.training.options import Budget, DataOptions, DrafterShape, TrainingOptions, as_dict, require_same
 from surefoot.training.progress import Progress
@@ -60,14 +60,16 @@ class Run:
 class Pipeline:
     """The stages over one target and one workplace."""
 
-    def __init__(self, target: Target, anatomy: Anatomy, run: Run, output: str | Path, *, show: bool = True) -> None:
+    def __init__(
+        self, target: Target, traits: TargetTraits, run: Run, output: str | Path, *, show: bool = True
+    ) -> None:
         """
         Args:
             target: may be packed for serving already.
-            anatomy: from before that, `dissect(target, run.shape.layers)`.
+            traits: from before that, `read_traits(target, run.shape.layers)`.
             show: progress on standard error.
         """
-        self.target, self.anatomy, self.wanted = target, anatomy, run
+        self.target, self.traits, self.wanted = target, traits, run
         self.place, self.ranks = Workplace(output), Ranks.current()
         self.show = show and self.ranks.first
         self.began = time.monotonic()
@@ -166,7 +168,9 @@ class Pipeline:
         corpus, held_out = self._corpora()
         corpus.require_documents("text")
         size = self.wanted.shape.vocab
-        words, counts = choose_words(corpus, held_out, self.target.vocab_size, size, sorted(self.target.eos_token_ids))
+        words, counts = choose_vocabulary(
+            corpus, held_out, self.target.vocab_size, size, sorted(self.target.eos_token_ids)
+        )
         data = {"seen": words.seen}
         if words.vocabulary is not None:
             data["vocabulary"] = words.vocabulary
@@ -174,24 +178,24 @@ class Pipeline:
         progress.update(1.0, f"{counts['words']} words cover {counts['held_out_coverage']:.2%} of held-out text")
         return {**counts, "held_out_tokens": held_out.num_tokens}
 
-    def _words(self) -> Words:
+    def _words(self) -> TrainingVocabulary:
         if not self.place.words.exists():
             raise ConfigurationError(
                 f"no words in {self.place.work}: run the stage 'features' first, or leave --stage out"
             )
         data = load_file(self.place.words)
-        return Words(data.get("vocabulary"), data["seen"])
+        return TrainingVocabulary(data.get("vocabulary"), data["seen"])
 
     def trainer(self) -> Trainer:
         """The trainer of this run, at its last checkpoint."""
         corpus, held_out = self._corpora()
         words, run = self._words(), self.wanted
         if run.init is None:
-            config = draft_config(self.target, self.anatomy, run.shape, words, mask_token(self.target))
-            model = initial_model(self.target, self.anatomy, config, words, run.training.seed)
+            config = draft_config(self.target, self.traits, run.shape, words, mask_token(self.target))
+            model = initial_model(self.target, self.traits, config, words, run.training.seed)
         else:
             model = self._from_drafter(run.init)
-            words = Words(model.vocabulary, words.seen)
+            words = TrainingVocabulary(model.vocabulary, words.seen)
         trainer = Trainer(self.target, model, words, corpus, held_out, run.training)
         if self.place.state.exists():
             trainer.load_state(self.place.state)
@@ -389,6 +393,6 @@ def prepare(
             where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
             torch.cuda.set_device(where)
     loaded = load_target(target, dtype=dtype, device=where, trust_remote_code=trust_remote_code, quiet=not show)
-    anatomy = dissect(loaded, run.shape.layers)
+    traits = read_traits(loaded, run.shape.layers)
     optimise(loaded.model)
-    return Pipeline(loaded, anatomy, run, output, show=show)
+    return Pipeline(loaded, traits, run, output, show=show)

@@ -10,7 +10,7 @@ import numpy as np
 
 from surefoot.paths import write_whole
 from surefoot.speculation.calibration_quality import PositionQuality
-from surefoot.training.measure import Blocks
+from surefoot.training.measure import VerifiedBlocks
 
 
 def _figure(width: float, height: float) -> Any:
@@ -55,7 +55,7 @@ def reliability_plot(arms: Mapping[str, Sequence[PositionQuality]], path: Path) 
     _save(figure, path)
 
 
-def acceptance_plot(groups: Mapping[str, Blocks], path: Path) -> None:
+def acceptance_plot(groups: Mapping[str, VerifiedBlocks], path: Path) -> None:
     """Conditional acceptance, and the share of blocks accepted that far, by position; one line a workload."""
     figure = _figure(9, 3.8)
     conditional, survived = figure.subplots(1, 2, sharey=True)

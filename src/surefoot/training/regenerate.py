@@ -23,7 +23,7 @@ from surefoot.training.files import read_lines
 from surefoot.training.options import DataOptions
 from surefoot.training.progress import Progress
 from surefoot.training.prompts import Prompt, read_prompts, shingles, tokenizer_of
-from surefoot.training.sampler import BulkSampler, Job, Text
+from surefoot.training.sampler import BulkSampler, Continuation, SampledText
 
 SHARD = 256
 """Documents per file: what an interruption can cost."""
@@ -160,14 +160,14 @@ def _from_engine(
 def _from_sampler(
     sampler: BulkSampler, waiting: Iterator[tuple[int, dict[str, Any]]], options: DataOptions, deadline: float | None
 ) -> Progressed:
-    def jobs() -> Iterator[Job]:
+    def jobs() -> Iterator[Continuation]:
         for index, row in waiting:
             params = params_for(index, row["digest"], options)
             assert params.seed is not None
             assert params.max_tokens is not None
-            yield Job(index, tuple(row["tokens"]), params.temperature, params.max_tokens, params.seed)
+            yield Continuation(index, tuple(row["tokens"]), params.temperature, params.max_tokens, params.seed)
 
-    def document(text: Text) -> Document:
+    def document(text: SampledText) -> Document:
         return Document(text.job.index, len(text.job.tokens), text.tokens)
 
     before = sampler.generated

@@ -29,7 +29,7 @@ _DRAW_ROWS = 512  # rows whose probabilities exist at a time: 512 x 152k in floa
 
 
 @dataclass(frozen=True)
-class Job:
+class Continuation:
     """One text to be continued."""
 
     index: int
@@ -40,8 +40,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Text:
-    job: Job
+class SampledText:
+    job: Continuation
     tokens: npt.NDArray[np.int64]  # [length] with the prompt, the end token if one came
     ended: bool  # by itself, not by running out of room or time
 
@@ -70,11 +70,11 @@ class BulkSampler:
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self.ends = torch.tensor(sorted(target.eos_token_ids), dtype=torch.int64, device=device)
-        self.jobs: dict[int, Job] = {}  # by slot
+        self.jobs: dict[int, Continuation] = {}  # by slot
         self.generated = 0  # tokens of the texts handed out
 
     @torch.no_grad()
-    def run(self, jobs: Iterable[Job]) -> Iterator[list[Text]]:
+    def run(self, jobs: Iterable[Continuation]) -> Iterator[list[SampledText]]:
         """Continue `jobs`; yields what ended since the last look, which may be nothing. Stop iterating to stop early."""
         waiting = iter(jobs)
         self._admit(waiting)
@@ -89,7 +89,7 @@ class BulkSampler:
             yield texts
 
     @torch.no_grad()
-    def unfinished(self) -> list[Text]:
+    def unfinished(self) -> list[SampledText]:
         """What the running texts have so far; they are dropped."""
         return self._take(list(self.jobs))
 
@@ -125,7 +125,7 @@ class BulkSampler:
 
     # -- joining and leaving -----------------------------------------------------------------------------------------------
 
-    def _admit(self, waiting: Iterator[Job]) -> None:
+    def _admit(self, waiting: Iterator[Continuation]) -> None:
         """Fill the free slots and run the prompts, so that every running text has its next token to come."""
         free = [slot for slot in range(self.rows) if slot not in self.jobs]
         new = list(zip(free, islice(waiting, len(free)), strict=False))
@@ -163,22 +163,22 @@ class BulkSampler:
         nothing = ends.new_zeros(0).to(device)
         self._forward(owner.to(device), positions.to(device), nothing)
 
-    def _retire(self, slots: Tensor) -> list[Text]:
+    def _retire(self, slots: Tensor) -> list[SampledText]:
         seen = zip(slots.tolist(), self.ended[slots].tolist(), self.lengths[slots].tolist(), strict=True)
         full = {slot: len(job.tokens) + job.max_new for slot, job in self.jobs.items()}
         return self._take([slot for slot, ended, length in seen if ended or length >= full[slot]])
 
-    def _take(self, slots: list[int]) -> list[Text]:
+    def _take(self, slots: list[int]) -> list[SampledText]:
         """The texts of these slots, which become free."""
         where = torch.tensor(slots, dtype=torch.int64, device=self.history.device)
         rows, lengths = self.history[where].cpu().numpy(), self.lengths[where].tolist()
         return [self._cut(self.jobs.pop(slot), rows[i, : lengths[i]]) for i, slot in enumerate(slots)]
 
-    def _cut(self, job: Job, tokens: npt.NDArray[np.int64]) -> Text:
+    def _cut(self, job: Continuation, tokens: npt.NDArray[np.int64]) -> SampledText:
         """Up to the first end token behind the prompt, or to the room it had."""
         start = len(job.tokens)
         tokens = tokens[: start + job.max_new]
         ends = np.flatnonzero(np.isin(tokens[start:], list(self.target.eos_token_ids)))
         stop = start + int(ends[0]) + 1 if len(ends) else len(tokens)
         self.generated += stop - start
-        return Text(job, tokens[:stop].copy(), bool(len(ends)))
+        return SampledText(job, tokens[:stop].copy(), bool(len(ends)))

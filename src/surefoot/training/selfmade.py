@@ -15,7 +15,7 @@ from typing import Any
 from surefoot.targets.target import Target
 from surefoot.training.progress import Progress
 from surefoot.training.prompts import Prompt
-from surefoot.training.sampler import BulkSampler, Job, Text
+from surefoot.training.sampler import BulkSampler, Continuation, SampledText
 
 TEMPERATURE = 0.9
 LONGEST, BASE_LONGEST = 112, 32  # tokens of a made-up prompt; a base model's is only a beginning
@@ -117,7 +117,7 @@ def make_up(target: Target, count: int, seed: int, progress: Progress, *, rows: 
         text = _before_the_user(tokenizer, opening.system) + start if chat else start
         tokens = tokenizer.encode(text, add_special_tokens=not chat)
         begun[index] = (opening, start)
-        jobs.append(Job(index, tuple(tokens), TEMPERATURE, longest, rng.getrandbits(62)))
+        jobs.append(Continuation(index, tuple(tokens), TEMPERATURE, longest, rng.getrandbits(62)))
     sampler = BulkSampler(target, rows=min(rows, count), max_len=longest + max(len(job.tokens) for job in jobs))
     finished = 0
     for texts in sampler.run(jobs):
@@ -142,7 +142,7 @@ def _before_the_user(tokenizer: Any, system: str | None) -> str:
     return str(text).partition(_PLACE)[0]
 
 
-def _spoken(tokenizer: Any, text: Text) -> str:
+def _spoken(tokenizer: Any, text: SampledText) -> str:
     return str(tokenizer.decode(text.tokens[len(text.job.tokens) :].tolist(), skip_special_tokens=True))
 
 

@@ -22,7 +22,7 @@ from surefoot.paths import write_whole
 from surefoot.targets.target import Target
 from surefoot.training.batches import Anchors, Batch, Step, collate, pick_anchors, plan, step_anchors
 from surefoot.training.corpus import Corpus
-from surefoot.training.features import Row, TargetReader, Words
+from surefoot.training.features import PackedRow, TargetReader, TrainingVocabulary
 from surefoot.training.initial import head_matrix
 from surefoot.training.network import DraftLoss, Measured
 from surefoot.training.optimiser import choose_precision, learning_rate, make_optimisers, update_average
@@ -87,7 +87,7 @@ class Trainer:
         self,
         target: Target,
         model: DSparkModel,
-        words: Words,
+        words: TrainingVocabulary,
         corpus: Corpus,
         held_out: Corpus,
         options: TrainingOptions,
@@ -135,7 +135,7 @@ class Trainer:
         self.elapsed = 0.0  # until then: share of the minutes
         self.curve: list[dict[str, Any]] = []
         self._plan = plan(self.corpus.lengths, options)
-        self._held: dict[int, list[Row]] = {}  # by batch
+        self._held: dict[int, list[PackedRow]] = {}  # by batch
         self._validation: list[tuple[Batch, Tensor]] | None = None
 
     # -- one step ----------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Trainer:
         self.anchors += sum(a.count for a in anchors)
         return {"loss": loss, "acceptance": accepted, "gradient": norm}
 
-    def _rows(self, step: Step, mine: range) -> list[Row]:
+    def _rows(self, step: Step, mine: range) -> list[PackedRow]:
         """This rank's rows of the batch, read when they are first needed and kept until their last use."""
         held = self._held
         for batch in [batch for batch in held if batch < step.oldest]:
@@ -192,7 +192,7 @@ class Trainer:
         return held[step.batch]
 
     def _collate(
-        self, rows: list[Row], numbers: list[list[int]], anchors: list[Anchors], corpus: Corpus | None = None
+        self, rows: list[PackedRow], numbers: list[list[int]], anchors: list[Anchors], corpus: Corpus | None = None
     ) -> Batch:
         documents = (corpus or self.corpus).documents
         return collate(rows, [[documents[i].start for i in row] for row in numbers], anchors, self.compact)

@@ -275,7 +275,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "drafters/layouts.py",
         "tuple(i - 1 for i in layer_ids)",
         "tuple(layer_ids)",
-        ("tests/drafters/test_checkpoint.py",),
+        ("tests/drafters/test_speculators_parity.py",),
     ),
     Mutation(
         "checkpoint: SpecForge's DSpark is read as predicting nothing at the anchor",

@@ -80,6 +80,41 @@ def test_confidences_are_the_raw_evidence_calibrated_once(kind: str, loop: str, 
     assert modelled > 8
 
 
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_the_evidence_of_a_drafted_block_is_the_trained_drafters_own(loop: str) -> None:
+    """Row for row, whoever drafts beside it; the match length is told apart from it."""
+    trained, own = tiny_dspark(tiny_target("llama"), GAMMA), []
+    honest = trained.propose
+
+    def propose(*arguments: Any) -> Any:
+        own.append(honest(*arguments))
+        return own[-1]
+
+    trained.propose = propose  # type: ignore[method-assign]
+    engine = build(
+        tiny_target("llama"),
+        combine_at(trained, GAMMA, 3),
+        width=GAMMA,
+        device=None if loop == "plain" else QueueDevice(),
+    )
+    reports: list[StepReport] = []
+    engine.add_observer(reports.append)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    engine.run([[3, 1, 4, 1, 5], [9, 2, 6, 5], [1, 2, 1, 2, 1, 2]], params)
+    ran = [report.outputs for report in reports if report.inputs.num_drafted and report.outputs.model_rows != 0]
+    assert len(ran) == len(own) > 8
+    mixed = 0
+    for outputs, draft in zip(ran, own, strict=True):
+        assert outputs.evidence.logits is not None
+        assert outputs.evidence.signal is not None
+        rows = ~outputs.evidence.logits[:, 0].isnan()
+        mixed += bool(rows.any() and not rows.all())
+        mine = slice(None) if len(draft.tokens) == int(rows.sum()) else rows
+        assert torch.equal(outputs.evidence.logits[rows], draft.confidence_logits[mine])
+        assert torch.equal(outputs.evidence.signal[rows], draft.signal[mine])
+    assert mixed > 2
+
+
 def test_a_network_that_overflows_costs_acceptance_and_nothing_else() -> None:
     """A NaN on the way through the drafter: every request ends as it would without one, at temperature 0 and above."""
     texts = []

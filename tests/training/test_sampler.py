@@ -77,8 +77,7 @@ def test_first_tokens_follow_the_targets_law() -> None:
     with torch.no_grad():
         sampler = BulkSampler(target, rows=1, max_len=8)
         sampler.history[0, :3] = torch.tensor(prompt)
-        owner, indptr = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 3])
-        logits = sampler._forward(owner, torch.arange(3), indptr)[-1].float()
+        logits = sampler._forward(torch.zeros(3, dtype=torch.int64), torch.arange(3))[-1].float()
     expected = (logits / 0.7).softmax(0).numpy() * draws
     top = np.argsort(expected)[::-1][:10]
     for token in top:

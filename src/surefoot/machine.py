@@ -50,7 +50,7 @@ def logical_cores() -> int:
 
 
 def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Distinct cores behind the logical ones of this process; the logical ones where the system does not say."""
+    """Distinct cores that the logical ones of this process run on; the logical ones where the system does not say."""
     if not hasattr(os, "sched_getaffinity"):
         return logical_cores()
     cores = set()

@@ -21,8 +21,8 @@ MODELS = (DEFAULT_MODEL, "gemma3-270m")
 DRAFTERS = ("auto", "none", "prompt-lookup")
 
 
-def _starting_with(words: tuple[str, ...], incomplete: str) -> list[str]:
-    return [word for word in words if word.startswith(incomplete)]
+def _starting_with(names: tuple[str, ...], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -31,7 +31,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_drafter(incomplete: str) -> list[str]:
-    """Shell completion of the drafter words."""
+    """Shell completion of the drafter names."""
     return _starting_with(DRAFTERS, incomplete)
 
 
@@ -258,7 +258,7 @@ def load_llm(
         from rich.console import Console
 
         Console(stderr=True).print(f"loading {model} …", style="dim", markup=False, highlight=False)
-    else:  # bars are for people
+    else:  # nobody sees the bars of transformers
         from transformers.utils import logging
 
         logging.disable_progress_bar()

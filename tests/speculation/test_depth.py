@@ -94,3 +94,11 @@ def test_nothing_is_cut_without_measured_depths_or_drafts() -> None:
     assert chooser.choose(None, load(1)) is None
     assert chooser.choose(CostTable((1, 8), ((1.0, 9.0),)), load(1)) is None
     assert chooser.choose(costs, StepLoad(requests=4, limits=[])) is None
+
+
+def test_a_new_table_is_planned_with_at_once() -> None:
+    chooser, survival = DraftDepth(GAMMA), blocks(0.6)
+    chooser.observe(survival)
+    chosen = [chooser.choose(costs, load(4)) or GAMMA for costs in (table(0.01, 0.01), table(8.0, 3.0))]
+    assert chosen == [best_by_hand(costs, 4, survival) for costs in (table(0.01, 0.01), table(8.0, 3.0))]
+    assert chosen[0] > chosen[1]

@@ -308,3 +308,16 @@ def test_a_minimum_width_keeps_the_joint_law(
         law = joint_law([one, other], 2, rule_of(planner, load), 3)
         for output in expected.keys() | law.keys():
             assert law.get(output, 0.0) == pytest.approx(expected.get(output, 0.0), abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(jagged(9), st.integers(0, 2), st.integers(0, 2**32 - 1))
+def test_the_widths_of_a_decision_are_those_of_allocation(table: CostTable, min_width: int, seed: int) -> None:
+    """A planner that ranks by itself gives every request what `allocate` would, mandatory positions first."""
+    survival = np.random.default_rng(seed).random((3, 2)).cumprod(1).astype(np.float32)
+    costs = LiveCost(table)
+    for planner in (CausalPlanner(2, costs, min_width=min_width), StoppingPlanner(2, costs, min_width=min_width)):
+        decision = planner.decide(survival, StepLoad(3, [2, 2, 2]))
+        if decision.widths is not None:
+            assert list(decision.widths) == allocated(decision.budget, survival, min_width)
+            assert min(decision.widths) >= min_width

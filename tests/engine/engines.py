@@ -137,7 +137,9 @@ class EngineUnderTest(Engine):
         requests = [self.add_request(prompt, setting) for prompt, setting in zip(prompts, settings, strict=True)]
         steps = 0
         while self.has_work:
-            self.step()
+            for request, _ in self.step():
+                if request.failure is not None:
+                    raise request.failure
             steps += 1
             assert steps < 100_000, "the engine makes no progress"
         return requests

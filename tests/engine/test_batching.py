@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -241,14 +242,15 @@ def test_a_hit_on_all_but_the_last_token_drafts_at_once() -> None:
 @pytest.mark.parametrize("loop_name", LOOPS)
 def test_a_stop_inside_a_block_leaves_nothing_behind_it(loop_name: str) -> None:
     """No token id, no registered block, no text of the dropped drafts: a later request must not find them."""
-    prompt = [5, 6] * 8
-    endless = alone(prompt, SamplingParams(temperature=0, max_tokens=24))
     inside = 0
-    for stop in sorted(set(endless[8:])):
+    prompts = [[5, 6] * 8, [7] * 9, [1, 2, 3] * 5, STEM]
+    for prompt, stop, min_tokens in product(prompts, range(16), (0, 9)):
+        params = SamplingParams(temperature=0, max_tokens=24, min_tokens=min_tokens, stop_token_ids=[stop])
+        kept = alone(prompt, params)
+        if stop not in kept:
+            continue
         engine = build(CheapTarget(), "prompt-lookup", width=4, block_size=1, **loop(loop_name))
-        params = SamplingParams(temperature=0, max_tokens=24, min_tokens=9, stop_token_ids=[stop])
         (request,) = engine.run([prompt], params)
-        kept = endless[: endless.index(stop, 8) + 1]
         assert request.output.token_ids == kept
         assert request.token_ids == [*prompt, *kept]
         assert request.output.finish_reason == "stop"

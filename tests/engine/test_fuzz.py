@@ -6,10 +6,12 @@ The oracle is surefoot's own engine on one request at a time, target-only; `test
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -20,6 +22,7 @@ from surefoot.sampling import SamplingParams
 from surefoot.speculation.cost import CostTable
 from tests.engine.cheap_target import CheapTarget
 from tests.engine.engines import QueueDevice, build, tiny_drafter
+from tests.engine.faults import KINDS, STAGES, Faults
 from tests.tiny_models import tiny_target
 
 VOCAB = 16
@@ -28,6 +31,7 @@ LONGEST = 22  # output tokens
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [3, 1, 4, 1, 5, 2, 2], [7] * 21, [])
 STAIRCASE = CostTable((1, 2, 4, 8, 16, 64), ((1.0, 1.05, 1.3, 2.1, 4.0, 16.0),), (1, 8), (0.2, 0.4))
 EVENTS: Counter[str] = Counter()  # of the whole session
+FAULT_EVENTS: Counter[str] = Counter()  # of the lives in which steps fail
 PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1, "logit_bias": {2: 1.5}}
 
 
@@ -50,10 +54,27 @@ def oracle_engine(architecture: str) -> Any:
     )
 
 
+def oracle(architecture: str, prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], list[float]]:
+    """The first greedy tokens and their log-probs: `LONGEST`, or up to the stop.
+
+    Tokens that end the request are masked before `min_tokens`, so the text depends on both.
+    """
+    early = params.min_tokens and tuple(params.stop_token_ids or ())
+    return _oracle(architecture, tuple(prompt), params.penalized, params.min_tokens if early else 0, early or ())
+
+
 @cache
-def oracle(architecture: str, prompt: tuple[int, ...], penalised: bool) -> tuple[list[int], list[float]]:
-    """The first `LONGEST` greedy tokens and their log-probs."""
-    params = SamplingParams(temperature=0, max_tokens=LONGEST, logprobs=0, **(PENALISED if penalised else {}))
+def _oracle(
+    architecture: str, prompt: tuple[int, ...], penalised: bool, min_tokens: int, stops: tuple[int, ...]
+) -> tuple[list[int], list[float]]:
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=LONGEST,
+        logprobs=0,
+        min_tokens=min_tokens,
+        stop_token_ids=stops,
+        **(PENALISED if penalised else {}),
+    )
     (request,) = oracle_engine(architecture).run([list(prompt)], params)
     return request.output.token_ids, [entry.logprob for entry in request.output.logprobs]
 
@@ -91,6 +112,8 @@ class EngineMachine(RuleBasedStateMachine):
     """Joins, steps and leaves in any order, in an engine of any make."""
 
     models: tuple[tuple[str, str], ...] = (("cheap", "prompt-lookup"),)
+    events = EVENTS
+    faults_come = False
 
     @initialize(seed=st.integers(0, 2**32 - 1))
     def build(self, seed: int) -> None:
@@ -119,9 +142,12 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=slots * (gamma + 1) + pick([1, 64]),
             check_layout=True,
         )
+        self.faults = Faults(self.engine)
+        self.faulty = 0  # faults that were raised up to the last step
         self.alive: dict[str, Request] = {}
         self.seen: dict[str, list[int]] = {}
-        EVENTS.update([f"loop: {loop}", f"drafter: {name}", "engines"])
+        self.limits: dict[str, int] = {}
+        self.events.update([f"loop: {loop}", f"drafter: {name}", "engines"])
 
     @rule(seed=st.integers(0, 2**32 - 1))
     def add(self, seed: int) -> None:
@@ -147,18 +173,24 @@ class EngineMachine(RuleBasedStateMachine):
                 self.enter(random)
             elif action < 0.35 and self.alive:
                 self.leave(random.choice(sorted(self.alive)))
+            elif action < 0.47 and self.faults_come:
+                self.arm(random)
             else:
                 self.advance()
+
+    def arm(self, random: Random) -> None:
+        self.faults.arm(random.choice(list(STAGES)), random.choice(list(KINDS)), random.random() < 0.5)
 
     def enter(self, random: Random) -> None:
         request = self.engine.add_request(*some_request(random))
         self.alive[request.request_id] = request
         self.seen[request.request_id] = []
-        EVENTS["joins"] += 1
+        self.limits[request.request_id] = request.gamma  # which a fault may lower
+        self.events["joins"] += 1
 
     def leave(self, request_id: str) -> None:
         request = self.alive.pop(request_id)
-        EVENTS[f"cancelled {request.status.value}{', in flight' if request.in_flight else ''}"] += 1
+        self.events[f"cancelled {request.status.value}{', in flight' if request.in_flight else ''}"] += 1
         last = self.engine.cancel(request_id)
         assert last is not None
         assert last.finish_reason == "abort"
@@ -166,28 +198,40 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.cancel(request_id) is None
 
     def advance(self) -> None:
-        EVENTS["steps"] += 1
+        self.events["steps"] += 1
         told: set[str] = set()
-        for request, happened in self.engine.step():
+        try:
+            events = self.engine.step()
+        except KeyboardInterrupt:
+            self.events["interrupts"] += 1
+            events = []  # the next step returns them
+        for request, happened in events:
             assert request.request_id not in told, "two events for one request in one step"
             told.add(request.request_id)
             self.take(request, happened)
 
     def take(self, request: Request, happened: OutputEvent) -> None:
         assert request.request_id in self.alive, "an event for somebody who has left"
-        assert 1 <= happened.num_kept == len(happened.token_ids) <= self.engine.gamma + 1
+        assert happened.num_kept == len(happened.token_ids) <= self.engine.gamma + 1
+        assert happened.token_ids or happened.finish_reason == "error"
         self.seen[request.request_id] += happened.token_ids
         assert self.seen[request.request_id] == request.output.token_ids
         assert request.token_ids == [*request.prompt_token_ids, *request.output.token_ids]
         assert request.statistics.accepted <= request.statistics.verified <= request.statistics.drafted
-        assert max(request.statistics.widths) <= request.gamma
+        assert max(request.statistics.widths, default=0) <= self.limits[request.request_id]
         if happened.finish_reason is not None:
             del self.alive[request.request_id]
-            EVENTS[f"ended: {happened.finish_reason}"] += 1
-            EVENTS["preemptions"] += request.preemptions
-            EVENTS["prefix hits"] += request.cached_tokens > 0
-            EVENTS["accepted drafts"] += request.statistics.accepted
-            EVENTS["stops inside a block"] += happened.finish_reason == "stop" and self.inside(request)
+            self.events[f"ended: {happened.finish_reason}"] += 1
+            if happened.finish_reason == "error":
+                assert self.faults.fired, "nothing has failed"
+                assert "injected at" in (happened.error or "")
+                self.check(request)
+                return
+            self.events["preemptions"] += request.preemptions
+            self.events["prefix hits"] += request.cached_tokens > 0
+            self.events["accepted drafts"] += request.statistics.accepted
+            self.events["ended well after a fault"] += request.failures > 0 or self.faults.fired.total() > 0
+            self.events["stops inside a block"] += happened.finish_reason == "stop" and self.inside(request)
             self.check(request)
             tokens, reason = self.expected(request)
             assert len(request.output.token_ids) == len(tokens)
@@ -199,7 +243,7 @@ class EngineMachine(RuleBasedStateMachine):
     def expected(self, request: Request) -> tuple[list[int], str]:
         params, tokens = request.params, request.output.token_ids
         if params.temperature == 0:
-            tokens = oracle(self.architecture, tuple(request.prompt_token_ids), params.penalized)[0]
+            tokens = oracle(self.architecture, request.prompt_token_ids, params)[0]
         return until_stop(tokens, params)
 
     def check(self, request: Request) -> None:
@@ -210,7 +254,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         assert [entry.token_id for entry in request.output.logprobs] == tokens
         if request.params.temperature == 0:
-            own = oracle(self.architecture, tuple(request.prompt_token_ids), request.params.penalized)[1]
+            own = oracle(self.architecture, request.prompt_token_ids, request.params)[1]
             got = [entry.logprob for entry in request.output.logprobs]
             assert all(abs(a - b) < 1e-5 for a, b in zip(got, own, strict=False))
 
@@ -229,10 +273,15 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for _ in range(2000):
-            if not self.engine.has_work:
-                break
-            self.advance()
+        try:
+            for _ in range(2000):
+                if not self.engine.has_work:
+                    break
+                self.advance()
+        finally:
+            self.faults.remove()
+        self.events["faults"] += self.faults.fired.total()
+        self.events.update({f"fault at {stage}": count for stage, count in self.faults.fired.items()})
         assert not self.alive, "the engine makes no progress"
         self.engine.assert_clean()
         assert self.engine.step() == []
@@ -251,6 +300,19 @@ class ModelMachine(EngineMachine):
     )
 
 
+class FaultMachine(EngineMachine):
+    """The same while steps fail: who does not end with an error is right, and so is whoever comes later."""
+
+    models = (("cheap", "prompt-lookup"), ("cheap", "dspark"))
+    events = FAULT_EVENTS
+    faults_come = True
+
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def fault(self, seed: int) -> None:
+        """Something fails when its stage comes next."""
+        self.arm(Random(seed))
+
+
 def machine_settings(examples: int, steps: int) -> settings:
     return settings(
         max_examples=examples,
@@ -265,6 +327,7 @@ def machine_settings(examples: int, steps: int) -> settings:
 
 EngineMachine.TestCase.settings = machine_settings(24, 20)
 ModelMachine.TestCase.settings = machine_settings(8, 6)
+FaultMachine.TestCase.settings = machine_settings(14, 12)
 TestFuzzModels = ModelMachine.TestCase
 
 
@@ -285,3 +348,32 @@ class TestFuzz(EngineMachine.TestCase):  # type: ignore[name-defined,misc]
         ):
             assert EVENTS[kind], EVENTS
         print(EVENTS)
+
+
+class TestFuzzFaults(FaultMachine.TestCase):  # type: ignore[name-defined,misc]
+    @classmethod
+    def tearDownClass(cls) -> None:
+        super().tearDownClass()
+        events = FAULT_EVENTS
+        assert events["steps"] > 400, events
+        assert events["faults"] > 50, events
+        assert events["interrupts"] > 5, events
+        assert events["ended well after a fault"] > 50, events
+        assert events["ended: error"] < events["ended well after a fault"], events
+        for stage in STAGES:
+            assert events[f"fault at {stage}"], (stage, events)
+
+
+class LongFaultMachine(FaultMachine):
+    """Ten thousand steps."""
+
+
+LongFaultMachine.TestCase.settings = machine_settings(150, 30)
+
+
+@pytest.mark.slow
+class TestFuzzFaultsLong(LongFaultMachine.TestCase):  # type: ignore[name-defined,misc]
+    @classmethod
+    def tearDownClass(cls) -> None:
+        super().tearDownClass()
+        assert FAULT_EVENTS["steps"] > 10_000, FaultMachine.events

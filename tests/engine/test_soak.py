@@ -60,7 +60,7 @@ def test_two_thousand_requests_with_cancels(overlapped: bool) -> None:
             preemptions += request.preemptions
             tokens, params = request.output.token_ids, request.params
             if params.temperature == 0:
-                tokens = fuzz.oracle("cheap", tuple(request.prompt_token_ids), params.penalized)[0]
+                tokens = fuzz.oracle("cheap", request.prompt_token_ids, params)[0]
             mismatches += (request.output.token_ids, event.finish_reason) != fuzz.until_stop(tokens, params)
     growth = resident_bytes() - halfway
     print(f"{finished} finished, {cancelled} cancelled, {preemptions} preemptions, {growth / 2**20:.1f} MiB growth")

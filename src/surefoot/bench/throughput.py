@@ -148,7 +148,9 @@ def _steps(run: ArmRun, engine: Engine, jobs: Sequence[BenchJob], concurrency: i
             ended = time.perf_counter()
             run.steps += 1
             run.seconds += ended - start
-            run.tokens += sum(len(event.token_ids) for _, event in events)
+            for request, event in events:
+                request.raise_error()
+                run.tokens += len(event.token_ids)
             if reports:
                 _take(run, reports.pop(), (ended - began) * 1e3)
             yield

@@ -26,6 +26,11 @@ class BlockPool:
         if num_blocks < 2:
             raise ConfigurationError(f"a cache group needs at least 2 blocks (one is scratch), not {num_blocks}")
         self.num_blocks = num_blocks
+        self.clear()
+
+    def clear(self) -> None:
+        """Take every block back, and forget what is in it."""
+        num_blocks = self.num_blocks
         self._references = [0] * num_blocks
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -231,3 +236,16 @@ class BlockManager:
             for block in reversed(blocks):
                 if block:
                     pool.release(block)
+
+    def clear(self, forget: bool) -> None:
+        """Take all blocks back.
+
+        Args:
+            forget: forget what is cached in them as well; correct even where an exception has left counts half changed.
+        """
+        if forget:
+            self.sequences.clear()
+            for pool in self.pools:
+                pool.clear()
+        for slot in list(self.sequences):
+            self.release(slot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from surefoot.engine.device import HostOutputs
 from surefoot.engine.messages import PromptRows, StepInputs
 from surefoot.engine.output import TokenLogprobs
+from surefoot.engine.request import Request
 from surefoot.engine.scheduler import Scheduled
 from surefoot.sampling import SamplingParams
 
@@ -40,3 +41,18 @@ def token_logprobs(
             top = list(ranked)[: params.logprobs]
         entries.append(TokenLogprobs(token, outputs.logprobs[row + offset], top))
     return entries
+
+
+def record_block(request: Request, index: int | None, accepted: int, kept: int, outputs: HostOutputs) -> None:
+    """Count what a step has done for a request.
+
+    Args:
+        index: of its block among the drafted ones; None: it had no draft.
+        kept: tokens that were emitted.
+    """
+    if index is None:
+        request.statistics.record(0, 0, 0, kept)
+        return
+    proposed = len(outputs.drafts[index]) if outputs.proposed is None else outputs.proposed[index]
+    source = None if outputs.sources is None else outputs.sources[index]
+    request.statistics.record(proposed, outputs.widths[index], accepted, kept, source)

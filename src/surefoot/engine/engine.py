@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from surefoot.cache.blocks import BlockManager
-from surefoot.cache.paged import PagedCache
 from surefoot.drafters.base import Drafter
+from surefoot.engine.admission import RequestFactory
 from surefoot.engine.broadcast import send_step
 from surefoot.engine.clock import laps_for
-from surefoot.engine.collection import prompt_rows, take_prompt_logprobs, token_logprobs
+from surefoot.engine.collection import prompt_rows, record_block, take_prompt_logprobs, token_logprobs
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
 from surefoot.engine.graphs import TargetRunner, runner_for
 from surefoot.engine.masks import TokenMask
 from surefoot.engine.messages import StepInputs
 from surefoot.engine.options import EngineOptions
-from surefoot.engine.output import OutputEvent, OutputProcessor, no_distribution
+from surefoot.engine.output import OutputEvent, no_distribution
 from surefoot.engine.plan import Plan
 from surefoot.engine.policy import WidthPolicy
 from surefoot.engine.request import Request, Status
 from surefoot.engine.scheduler import Schedule, Scheduled, Scheduler
+from surefoot.engine.sizes import make_cache, model_length
 from surefoot.engine.state import DeviceState
 from surefoot.engine.step import DecodeStep
-from surefoot.engine.trace import StepObserver, StepReport
+from surefoot.engine.trace import ObserverError, StepObserver, StepReport
 from surefoot.errors import ConfigurationError, RequestError
-from surefoot.machine import total_memory
 from surefoot.parallel.group import Alone, Group
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.statistics import Statistics
 from surefoot.speculation.uniforms import SeedStreams
 from surefoot.targets.target import Target
+
+log = logging.getLogger(__name__)
+
+TRIALS = 3
+"""Failed steps of a batch that a request may take part in while nobody who took part fails alone."""
 
 
 @dataclass
@@ -49,14 +53,19 @@ class InFlight:
     inputs: StepInputs
     parts: list[Scheduled]
     plan: Plan
+    reached: list[int]  # of every part: positions that are cached once a prompt chunk has run
     host_ms: float
 
 
 class Engine:
-    """Continuous batching over one target and one drafter.
+    """Continuous batching over one target and one drafter. `step()` is the whole loop: schedule, launch, collect.
 
-    `step()` is the whole loop: schedule, launch, collect. With an overlapping device the step just launched is collected one
-    call later, so the host works while the device runs.
+    With an overlapping device the step just launched is collected one call later, so the host works while the device runs.
+
+    A step is a transaction. If it raises, every running request gives up its slot and its blocks, none of which is
+    registered for reuse, and waits to compute its own tokens again; so it does not matter what the device had written by
+    then. Then those that took part are tried alone, one after the other: who fails alone ends with an error, everybody
+    else goes on (docs/architecture.md, "A step that fails").
     """
 
     def __init__(
@@ -76,7 +85,7 @@ class Engine:
         self.gamma = drafter.gamma if drafter else 0
         # A drafter's block may be longer than the tokens it proposes; its slots lie in the frontier, too.
         frontier = max(self.gamma + 1, drafter.block_slots if drafter else 0)
-        self.max_model_len = _model_length(target, options)
+        self.max_model_len = model_length(target, options)
         if options.max_num_batched_tokens < options.max_num_seqs * frontier:
             raise ConfigurationError(
                 f"max_num_batched_tokens={options.max_num_batched_tokens} cannot hold one block of {frontier} rows for each of "
@@ -84,22 +93,7 @@ class Engine:
             )
         # A step in flight and the next one may both grow a request by a whole block.
         room = 2 * frontier
-        num_blocks, window_blocks = _cache_blocks(target, drafter, options, self.max_model_len + room, frontier)
-        make_cache = partial(
-            PagedCache,
-            target.layers,
-            drafter.cache_layers if drafter else (),
-            num_blocks=num_blocks,
-            num_window_blocks=window_blocks,
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=self.max_model_len + room,
-            dtype=target.dtype,
-            states=target.states,
-            frontier=frontier,
-        )
-        _check_memory(make_cache(device="meta").num_bytes, target.device)
-        self.cache = make_cache(device=target.device)
+        self.cache = make_cache(target, drafter, options, self.max_model_len + room, frontier)
         self.blocks = BlockManager(
             self.cache.groups,
             self.cache.group_blocks,
@@ -134,10 +128,13 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.owner: int | None = None  # the thread that alone may change the engine, once an `EngineLoop` has it
         self._in_flight: InFlight | None = None
-        self._arrivals = count()
+        self._factory = RequestFactory(target, self.gamma, self.max_model_len, self.seed)
         self._streams = SeedStreams()
         self._followers: dict[str, list[Request]] = {}  # by the request whose prompt they wait for
         self._observers: list[StepObserver] = []
+        self._observer_problem: ObserverError | None = None
+        self._failed_lately = False
+        self._events: list[tuple[Request, OutputEvent]] = []  # not returned by `step` yet
 
     @property
     def statistics(self) -> Statistics:
@@ -198,28 +195,9 @@ class Engine:
         Raises:
             RequestError: an empty or too long prompt, or a token id outside the vocabulary.
         """
-        tokens = list(prompt_token_ids)
-        self._check_prompt(tokens, params)
-        room = self.max_model_len - len(tokens)
-        if params.max_tokens is None or params.max_tokens > room:
-            params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        number = next(self._arrivals)
-        request_id = request_id or f"request-{number}"
-        gamma = self.gamma if params.gamma is None else min(params.gamma, self.gamma)
-        return Request(
-            request_id,
-            tokens,
-            params,
-            seed=params.seed if params.seed is not None else (self.seed + 1) * 0x9E3779B1 + number,
-            output=OutputProcessor(
-                params, self.target.tokenizer, self.target.eos_token_ids, tokens, request_id=request_id
-            ),
-            gamma=gamma if params.speculative else 0,
-            arrival=number,
-            prompt=prompt,
-            breaker=self.policy.new_breaker(),
-            mask=mask,
-        )
+        request = self._factory.make(list(prompt_token_ids), params, prompt, request_id, mask)
+        request.breaker = self.policy.new_breaker()
+        return request
 
     def admit(self, request: Request, after: Request | None = None) -> None:
         """Queue a request.
@@ -274,25 +252,6 @@ class Engine:
         if self.owner is not None and self.owner != threading.get_ident():
             raise RuntimeError("this engine belongs to a loop: use its `submit`, `cancel` or `call` instead")
 
-    def _check_prompt(self, tokens: list[int], params: SamplingParams) -> None:
-        if not tokens:
-            raise RequestError("the prompt has no tokens: give at least one")
-        if len(tokens) >= self.max_model_len:
-            limit = self.target.max_model_len
-            remedy = (
-                f"shorten it, or raise max_model_len (--max-model-len) to at most {limit}"
-                if self.max_model_len < limit
-                else "shorten it; the model itself can address no more"
-            )
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens, this engine serves at most {self.max_model_len} with the answer: {remedy}"
-            )
-        vocab = self.target.vocab_size
-        params.check_vocabulary(vocab)
-        bad = next((token for token in tokens if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise RequestError(f"prompt token {bad} is outside the target's vocabulary (0 ... {vocab - 1})")
-
     def cancel(self, request_id: str) -> OutputEvent | None:
         """End a request now: its slot and blocks are free at once, and a step in flight emits nothing for it."""
         self._check_owner()
@@ -304,35 +263,58 @@ class Engine:
         return event
 
     def _finish(self, request: Request) -> None:
+        self.requests.pop(request.request_id, None)
+        request.finished_at = time.monotonic()
         self.policy.leave(request)
         self.scheduler.finish(request)
         self._streams.close(request.stream)
-        request.finished_at = time.monotonic()
-        self.requests.pop(request.request_id, None)
         if self._followers:
             self._release_followers(request)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._events)
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Request, OutputEvent]]:
-        """Advance every scheduled request by one step; one event for each that emitted."""
+        """Advance every scheduled request by one step; one event for each that emitted or ended.
+
+        What a step raises ends requests with an error event; it is not raised here. Only an interrupt is (KeyboardInterrupt
+        and its like), and what an observer raises. The engine is consistent then, and the next call returns the events.
+
+        Raises:
+            ObserverError: it is told no more.
+        """
         self._check_owner()
-        return self._overlapped_step() if self.overlap else self._plain_step()
+        try:
+            if not self._events:  # else those of a call that was interrupted
+                self._advance()
+        except BaseException:  # an interrupt, anywhere
+            self._restart(forget=True)
+            raise
+        if (problem := self._observer_problem) is not None:
+            self._observer_problem = None
+            raise problem
+        events, self._events = self._events, []
+        return events
 
-    def _plain_step(self) -> list[tuple[Request, OutputEvent]]:
-        schedule = self.scheduler.schedule()
-        launched = self._launch(schedule)
-        return self._collect(launched)
-
-    def _overlapped_step(self) -> list[tuple[Request, OutputEvent]]:
-        schedule = self.scheduler.schedule()
-        launched = self._launch(schedule)
-        collected, self._in_flight = self._in_flight, launched
-        return self._collect(collected)
+    def _advance(self) -> None:
+        schedule = None
+        try:
+            schedule = self.scheduler.schedule()
+            launched = self._launch(schedule)
+        except BaseException as problem:
+            earlier, self._in_flight = self._in_flight, None
+            self._collect_or_recover(earlier)  # it is not concerned
+            if schedule is None:
+                self._recover(problem, [r for r in self.requests.values() if r.status is not Status.HELD], forget=True)
+            else:
+                self._recover(problem, [part.request for part in schedule.scheduled], forget=False)
+            return
+        if self.overlap:
+            launched, self._in_flight = self._in_flight, launched
+        self._collect_or_recover(launched)
 
     def _launch(self, schedule: Schedule) -> InFlight | None:
         for request in schedule.preempted:
@@ -361,126 +343,153 @@ class Engine:
                 part.request.in_flight += part.context_rows + self.gamma + 1
             else:  # a prompt chunk has no surprises
                 part.request.num_cached += part.context_rows
+        reached = [part.request.num_cached for part in parts]
         host_ms = (time.perf_counter() - start) * 1e3
-        return InFlight(
-            self.device.submit(self.decode_step, send_step(self.group, inputs)), inputs, parts, plan, host_ms
-        )
+        pending = self.device.submit(self.decode_step, send_step(self.group, inputs))
+        return InFlight(pending, inputs, parts, plan, reached, host_ms)
 
-    def _collect(self, launched: InFlight | None) -> list[tuple[Request, OutputEvent]]:
-        if launched is None:
-            return []
-        outputs = launched.pending.result()
+    def _collect(self, launched: InFlight, outputs: HostOutputs) -> None:
+        """Give every request what the step has brought it."""
         start = time.perf_counter()
-        events: list[tuple[Request, OutputEvent]] = []
         kept: list[int] = []
+        interrupt: BaseException | None = None
+        take_prompt_logprobs(launched.parts, launched.inputs, outputs)
         row = 0
         for index, part in enumerate(launched.parts[: launched.inputs.num_emitting]):
             request = part.request
             width = outputs.widths[index] if index < launched.inputs.num_drafted else 0
-            if request.status is Status.RUNNING and outputs.invalid[index]:
-                events.append(
-                    (request, request.output.fail(no_distribution(self.target.dtype, request.mask is not None)))
-                )
-                self._finish(request)
-                kept.append(0)
-            elif request.status is Status.RUNNING:
-                events.append((request, self._emit(part, index, row, width, outputs, launched)))
-                kept.append(events[-1][1].num_kept)
-            else:
-                kept.append(0)
-            row += width + 1
-        take_prompt_logprobs(launched.parts, launched.inputs, outputs)
-        for part in launched.parts[launched.inputs.num_emitting :]:
-            request = part.request
+            before = request.num_output
             if request.status is Status.RUNNING:
-                self.blocks.commit(request.slot, request.token_ids, request.num_cached)
+                try:
+                    if outputs.invalid[index]:
+                        self._fail(request, no_distribution(self.target.dtype, request.mask is not None))
+                    else:
+                        self._emit(part, index, row, outputs, launched)
+                except BaseException as problem:  # its output, its tokenizer: nobody else is concerned
+                    log.warning("the output of request %s failed", request.request_id, exc_info=problem)
+                    self._fail(request, problem)
+                    interrupt = interrupt or (None if isinstance(problem, Exception) else problem)
+            kept.append(request.num_output - before)
+            row += width + 1
+        if interrupt is not None:
+            raise interrupt
+        for part, reached in zip(launched.parts, launched.reached, strict=True):
+            if not part.emits and part.request.status is Status.RUNNING:
+                self.blocks.commit(part.request.slot, part.request.token_ids, reached)
+            elif part.may_draft:
+                self.scheduler.acquit(part.request)
+        if self._failed_lately and not self.scheduler.suspects:  # nobody to blame: the fault has passed
+            self._forgive(part.request for part in launched.parts)
         launched.host_ms += (time.perf_counter() - start) * 1e3
         # With an overlapping device the host's time is hidden behind the next step.
         host_ms = 0.0 if self.overlap else launched.host_ms
         self.policy.learner.observe(launched.plan, outputs, kept, host_ms)
         self._report(launched, outputs, kept, host_ms)
-        return events
 
     def _report(self, launched: InFlight, outputs: HostOutputs, kept: list[int], host_ms: float) -> None:
         if self._observers:
             names = [part.request.request_id for part in launched.parts[: launched.inputs.num_emitting]]
             report = StepReport(launched.plan, launched.inputs, outputs, names, kept, self.gamma, host_ms)
             for observer in list(self._observers):
-                observer(report)
+                try:
+                    observer(report)
+                except Exception as problem:  # the requests are not concerned
+                    self.remove_observer(observer)
+                    self._observer_problem = ObserverError(
+                        f"an observer of steps failed and is told no more: {problem!r}"
+                    )
+                    self._observer_problem.__cause__ = problem
 
-    def _emit(
-        self, part: Scheduled, index: int, row: int, width: int, outputs: HostOutputs, launched: InFlight
-    ) -> OutputEvent:
+    def _emit(self, part: Scheduled, index: int, row: int, outputs: HostOutputs, launched: InFlight) -> None:
         """Hand one ordered block to the output, and drop everywhere what lies behind a stop."""
         request, accepted = part.request, outputs.accepted[index]
-        drafted = index < launched.inputs.num_drafted
         tokens = [*(outputs.drafts[index][:accepted] if accepted else ()), outputs.next_token[index]]
         event = request.output.push(tokens, token_logprobs(request.params, tokens, row, outputs))
+        self._events.append((request, event))
         if request.first_token_at is None:
             request.first_token_at, request.first_block = time.monotonic(), event.num_kept
         request.token_ids.extend(tokens[: event.num_kept])
         request.num_cached += part.context_rows + accepted + 1
         request.in_flight = max(0, request.in_flight - part.context_rows - self.gamma - 1)
-        if drafted:
-            proposed = outputs.proposed[index] if outputs.proposed is not None else self.gamma
-            source = outputs.sources[index] if outputs.sources is not None else None
-            request.statistics.record(proposed, width, accepted, event.num_kept, source)
-        else:
-            request.statistics.record(0, 0, 0, event.num_kept)
+        record_block(request, index if index < launched.inputs.num_drafted else None, accepted, event.num_kept, outputs)
         self.blocks.commit(request.slot, request.token_ids, min(request.num_cached, len(request.token_ids)))
         if event.finish_reason is not None:
             self._finish(request)
         elif self._followers:
             self._release_followers(request)
-        return event
 
+    # -- when a step fails -------------------------------------------------------------------------------------------------
 
-def _model_length(target: Target, options: EngineOptions) -> int:
-    limit = target.max_model_len
-    if options.max_model_len is None:
-        return min(limit, 8192)
-    if not 1 < options.max_model_len <= limit:
-        raise ConfigurationError(
-            f"max_model_len={options.max_model_len} is outside 2 ... {limit}, what {target.name} can address"
-        )
-    return options.max_model_len
+    def _collect_or_recover(self, launched: InFlight | None) -> None:
+        """Collect a step, or undo it."""
+        if launched is None:
+            return
+        outputs = None
+        try:
+            outputs = launched.pending.result()
+            self._collect(launched, outputs)
+        except BaseException as problem:
+            self._recover(problem, [part.request for part in launched.parts], forget=outputs is not None)
 
+    def _recover(self, problem: BaseException, taking_part: list[Request], forget: bool) -> None:
+        """Undo a step that raised, and find out whom to blame.
 
-def _check_memory(wanted: int, device: torch.device) -> None:
-    """Refuse a cache that cannot fit, rather than let the system end this process when the cache fills."""
-    memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total_memory()
-    if memory and wanted > memory:
-        raise ConfigurationError(
-            f"the cache takes {wanted / 2**30:.1f} GiB and there are {memory / 2**30:.1f} GiB of memory: lower num_blocks, "
-            "cache_bytes, max_num_seqs or max_model_len"
-        )
+        Args:
+            taking_part: the requests of the step.
+            forget: the host's own bookkeeping was under way, and is made anew.
+        """
+        self._restart(forget)
+        if not isinstance(problem, Exception):
+            raise problem  # an interrupt is nobody's fault
+        log.warning("a step of %d requests failed", len(taking_part), exc_info=problem)
+        alone = len(taking_part) == 1
+        if alone and taking_part[0] in self.scheduler.suspects:  # found: the others were only beside it
+            self._forgive(self.requests.values())
+        for request in taking_part:
+            if request.finished_at is not None:
+                continue
+            request.failures += 1
+            self._failed_lately = True
+            # An assertion is a fault of the engine: to try again would hide it.
+            if isinstance(problem, AssertionError) or request.failures > TRIALS or (alone and not request.gamma):
+                self._fail(request, problem)
+                continue
+            if alone:  # perhaps only its drafts fail, which may cost no more than speed
+                request.gamma = 0
+            self.scheduler.suspect(request)
 
+    def _forgive(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            request.failures = 0
+        self._failed_lately = False
 
-def _cache_blocks(
-    target: Target, drafter: Drafter | None, options: EngineOptions, length: int, frontier: int
-) -> tuple[int, int]:
-    """Blocks of the full and of every sliding group.
+    def _restart(self, forget: bool) -> None:
+        """Everybody who runs gives up slot and blocks, and waits. A step in flight is awaited and dropped."""
+        dropped, self._in_flight = self._in_flight, None
+        interrupt: BaseException | None = None
+        if dropped is not None:
+            # It ran after a step that may not have written its block tables: it may have used those of others.
+            forget = True
+            try:
+                dropped.pending.result()  # from now on nothing writes any more
+            except BaseException as problem:
+                interrupt = None if isinstance(problem, Exception) else problem
+        for request in self.scheduler.running:
+            self.policy.leave(request)
+        self.scheduler.restart(self.requests.values(), forget)
+        if interrupt is not None:
+            raise interrupt
 
-    Every slot can reach the full length, unless that takes more than `cache_bytes`; one request always fits.
-    """
-    size = options.block_size
-    per_sequence = -(-length // size)
-    windows = {spec.window for spec in target.layers if spec.window is not None}
-    window_blocks = 0
-    if windows:
-        # What a row sees, and behind it the chunk and the frontier of two steps: one in flight, one being prepared.
-        reach = max(windows) + 2 * (options.max_num_batched_tokens + frontier)
-        window_blocks = 1 + options.max_num_seqs * min(per_sequence, -(-reach // size) + 1)
-    if options.num_blocks is not None:
-        wanted = options.num_blocks
-        if wanted < per_sequence + 1:
-            raise ConfigurationError(
-                f"num_blocks={wanted} cannot hold one request of {length} positions in blocks of {size}: "
-                f"allow at least {per_sequence + 1}, or lower max_model_len"
-            )
-        return wanted, min(window_blocks, wanted)
-    layers = [spec for spec in target.layers if spec.window is None]
-    layers += list(drafter.cache_layers) if drafter else []
-    block_bytes = sum(spec.entry_size / spec.stride for spec in layers) * target.dtype.itemsize * size
-    affordable = int(options.cache_bytes // max(block_bytes, 1))
-    return 1 + max(per_sequence, min(per_sequence * options.max_num_seqs, affordable)), window_blocks
+    def _fail(self, request: Request, problem: BaseException | str) -> None:
+        """End one request with an error. What this step has already emitted for it goes out in the same event."""
+        if isinstance(problem, BaseException):
+            request.failure = problem
+            problem = " ".join(f"a step of the engine failed: {type(problem).__name__}: {problem}".split())
+        last = request.output.fail(problem)
+        if self._events and self._events[-1][0] is request:
+            event = self._events[-1][1]
+            event.text += last.text
+            event.finish_reason, event.stop_reason, event.error = last.finish_reason, last.stop_reason, last.error
+        else:
+            self._events.append((request, last))
+        self._finish(request)

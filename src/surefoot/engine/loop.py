@@ -26,7 +26,7 @@ import torch
 from surefoot.engine.engine import Engine
 from surefoot.engine.output import OutputEvent
 from surefoot.engine.request import Request
-from surefoot.engine.trace import StepObserver
+from surefoot.engine.trace import ObserverError, StepObserver
 from surefoot.errors import EngineError, RequestError
 from surefoot.sampling import SamplingParams
 
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 News = list[tuple[Request, OutputEvent]]
+MOST_INTERRUPTS = 8
+"""Steps in a row that may be interrupted on the loop's thread."""
 EXIT_WAIT_S = 10.0
 """How long the interpreter waits at its exit for a loop to finish its step."""
 
@@ -104,6 +106,7 @@ class EngineLoop:
         build = engine if callable(engine) else lambda: engine
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._boxes: dict[str, Mailbox] = {}
+        self._interrupts = 0  # in a row
         self._drains: list[Future[None]] = []
         self._refusal: str | None = None  # why no new request is taken
         self._closed = self._stopping = False
@@ -147,7 +150,7 @@ class EngineLoop:
         prompt: str | None = None,
         request_id: str | None = None,
     ) -> list[Request]:
-        """Check a prompt, and make its `params.n` requests; nothing is queued yet.
+        """Check a prompt, and make its `params.n` requests; nothing is queued yet. Each draws from uniforms of its own.
 
         Raises:
             RequestError: see `Engine.make_request`.
@@ -156,7 +159,8 @@ class EngineLoop:
         made = []
         for index in range(params.n):
             name = request_id if not index or request_id is None else f"{request_id}/{index}"
-            request = self.engine.make_request(tokens, _params_of(params, index), prompt=prompt, request_id=name)
+            wanted = params if not index else replace(params, prompt_logprobs=None)  # answer 0 has them
+            request = self.engine.make_request(tokens, wanted, prompt=prompt, request_id=name)
             request.output.index = index
             made.append(request)
         return made
@@ -304,7 +308,7 @@ class EngineLoop:
                 if engine.has_work:
                     for _ in range(self._commands.qsize()):
                         self._commands.get()()
-                    self._deliver(engine.step())
+                    self._step(engine)
                 else:
                     self._tell_drained()
                     self._commands.get()()
@@ -313,6 +317,20 @@ class EngineLoop:
             self._end(engine, problem)
         else:
             self._end(engine, None)
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            events = engine.step()
+        except ObserverError as problem:
+            log.warning("%s", problem)
+        except KeyboardInterrupt:  # raised on this thread by somebody's code: the engine has undone its step
+            self._interrupts += 1
+            if self._interrupts > MOST_INTERRUPTS:
+                raise
+            log.warning("a step was interrupted, and is run again")
+        else:
+            self._interrupts = 0
+            self._deliver(events)
 
     def _admit(self, groups: Sequence[list[Request]]) -> None:
         for group in groups:
@@ -374,14 +392,6 @@ def _stop_all() -> None:
     """A thread must not compute while the interpreter takes its libraries down."""
     for loop in list(_LOOPS):
         loop.stop(EXIT_WAIT_S)
-
-
-def _params_of(params: SamplingParams, index: int) -> SamplingParams:
-    """Those of the answer `index`: with a seed of its own, where one was given. The first answer keeps the seed."""
-    if not index:
-        return params
-    seed = None if params.seed is None else (params.seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
-    return replace(params, seed=seed)
 
 
 def raise_failure(requests: Sequence[Request]) -> None:

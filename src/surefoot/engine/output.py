@@ -94,6 +94,7 @@ class OutputProcessor:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.index = 0
+        self._told = 0  # tokens whose events have left
         self._pieces: list[str] = []
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._ends = self._stop_ids if params.ignore_eos else self._stop_ids.union(eos_token_ids)
@@ -157,8 +158,14 @@ class OutputProcessor:
         return self._emit(OutputEvent(text="" if self.finished else self._finish("abort")))
 
     def fail(self, error: str) -> OutputEvent:
-        """End the request with an error, as `abort` ends it. Never raises, whatever state a failed `push` has left."""
+        """End the request with an error, as `abort` ends it; tokens of a block whose `push` has raised are dropped.
+
+        Never raises, whatever state that has left.
+        """
         text = ""
+        del self.token_ids[self._told :]
+        if self.logprobs is not None:
+            del self.logprobs[self._told :]
         if not self.finished:
             self.error = error
             with suppress(Exception):
@@ -168,6 +175,7 @@ class OutputProcessor:
     def _emit(self, event: OutputEvent) -> OutputEvent:
         event.request_id, event.finish_reason, event.stop_reason = self.request_id, self.finish_reason, self.stop_reason
         event.error, event.index = self.error, self.index
+        self._told = len(self.token_ids)
         self._pieces.append(event.text)
         return event
 

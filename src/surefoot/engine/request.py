@@ -9,6 +9,7 @@ from enum import Enum
 from surefoot.engine.distribution import SamplingFlags
 from surefoot.engine.masks import TokenMask
 from surefoot.engine.output import OutputProcessor
+from surefoot.errors import EngineError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.breaker import Breaker
 from surefoot.speculation.statistics import RequestStatistics
@@ -54,6 +55,7 @@ class Request:
     first_token_at: float | None = None
     first_block: int = 0  # tokens of the first step, which decode speed leaves out
     finished_at: float | None = None
+    failures: int = 0  # failed steps it took part in, since somebody was last found to blame for one
     failure: BaseException | None = None  # what a step raised that ended this request
     token_ids: list[int] = field(default_factory=list)
     mask: TokenMask | None = None  # which tokens may come next, beyond what the parameters say
@@ -81,3 +83,8 @@ class Request:
     @property
     def is_running(self) -> bool:
         return self.status is Status.RUNNING
+
+    def raise_error(self) -> None:
+        """Raise `EngineError` if the request has ended with an error."""
+        if self.output.error is not None:
+            raise EngineError(self.output.error) from self.failure

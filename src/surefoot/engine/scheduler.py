@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,7 +57,9 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk or max_num_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.suspects: list[Request] = []  # took part in a step that failed: each runs alone until it has decoded
+        self._slots = range(max_num_seqs - 1, -1, -1)
+        self._free_slots = list(self._slots)
 
     @property
     def has_work(self) -> bool:
@@ -72,6 +75,9 @@ class Scheduler:
         collects the step and asks again.
         """
         result = Schedule()
+        if self.suspects:
+            self._schedule_trial(self.suspects[0], result)
+            return result
         rows = self.max_num_batched_tokens - len(self.running) * self.frontier  # shared ones
         for request in list(self.running):
             if result.stalled:
@@ -81,7 +87,7 @@ class Scheduler:
                 rows -= max(0, used - self.frontier)
         # A waiting request enters only when nobody lacks blocks.
         while self.waiting and self._free_slots and rows >= self.frontier and not (result.preempted or result.stalled):
-            used = self._admit(self.waiting[0], rows, result)
+            used = self._enter(self.waiting[0], rows, result)
             if not used:
                 break
             rows -= max(used, self.frontier)
@@ -107,7 +113,18 @@ class Scheduler:
         self._place(request, wanted, decoding, grown, result)
         return wanted
 
-    def _admit(self, request: Request, rows: int, result: Schedule) -> int:
+    def _schedule_trial(self, request: Request, result: Schedule) -> None:
+        """A step of one suspect alone; nobody else holds a block meanwhile."""
+        for other in [other for other in self.running if other is not request]:
+            if other.in_flight:
+                return  # the caller collects its step first
+            self._preempt(other, result)
+        if request.is_running:
+            self._schedule_running(request, self.max_num_batched_tokens, result)
+        else:
+            self._enter(request, self.max_num_batched_tokens, result)
+
+    def _enter(self, request: Request, rows: int, result: Schedule) -> int:
         """Rows used; 0 when there are no blocks for it."""
         slot = self._free_slots[-1]
         cached = self.blocks.admit(slot, request.token_ids, reuse=not request.output.wants_prompt)
@@ -117,7 +134,7 @@ class Scheduler:
             self.blocks.release(slot)
             return 0
         self._free_slots.pop()
-        self.waiting.pop(0)
+        self.waiting.remove(request)
         request.slot, request.num_cached, request.status = slot, cached, Status.RUNNING
         if request.started_at is None:
             request.started_at, request.cached_tokens = time.monotonic(), cached
@@ -160,8 +177,39 @@ class Scheduler:
         request.slot, request.num_cached, request.in_flight = -1, 0, 0
 
     def finish(self, request: Request) -> None:
-        if request.status is Status.RUNNING:
+        status, request.status = request.status, Status.FINISHED
+        self.acquit(request)
+        if status is Status.RUNNING:
             self._leave(request)
-        elif request.status is Status.WAITING:
+        elif status is Status.WAITING:
             self.waiting.remove(request)
-        request.status = Status.FINISHED
+
+    # -- after a failed step -----------------------------------------------------------------------------------------------
+
+    def restart(self, requests: Iterable[Request], forget: bool) -> None:
+        """Everybody who runs waits again, to read its own tokens from the first; whatever state the lists are in.
+
+        Args:
+            requests: all that have not ended.
+            forget: forget cached prefixes too, for the bookkeeping of blocks may be half done.
+        """
+        self.blocks.clear(forget)
+        self._free_slots = list(self._slots)
+        self.running.clear()
+        self.waiting.clear()
+        for request in requests:
+            if request.status is Status.RUNNING:
+                request.status = Status.WAITING
+                request.preemptions += 1
+            request.slot, request.num_cached, request.in_flight = -1, 0, 0
+            if request.status is Status.WAITING:
+                insort(self.waiting, request, key=lambda r: r.precedence)
+
+    def suspect(self, request: Request) -> None:
+        """Run this request alone until it has decoded, or has failed."""
+        if request not in self.suspects:
+            self.suspects.append(request)
+
+    def acquit(self, request: Request) -> None:
+        if request in self.suspects:
+            self.suspects.remove(request)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from surefoot.speculation.live_cost import LiveCost
 
 
+class ObserverError(RuntimeError):
+    """An observer of steps has raised; the cause is chained."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """One collected step."""

@@ -187,7 +187,8 @@ def watch(
                 requests.append(engine.add_request(tokens, replace(params, seed=number)))
                 owner[requests[-1].request_id] = workload
         while engine.has_work:
-            engine.step()
+            for request, _ in engine.step():
+                request.raise_error()
             done = len(requests) - len(engine.requests)
             progress.update(
                 span[0] + (span[1] - span[0]) * done / max(len(requests), 1), f"{done}/{len(requests)} texts"

@@ -12,7 +12,7 @@ import numpy as np
 
 from surefoot.engine.assembly import build_engine
 from surefoot.engine.engine import Engine
-from surefoot.engine.loop import EngineLoop, News, raise_failure
+from surefoot.engine.loop import EngineLoop, News
 from surefoot.engine.options import EngineOptions
 from surefoot.engine.request import Request
 from surefoot.sampling import SamplingParams
@@ -145,7 +145,7 @@ def _from_engine(
             for request, event in box.get():
                 tokens += len(event.token_ids)
                 if event.finish_reason is not None:
-                    raise_failure([request])
+                    request.raise_error()
                     documents.append(document(running.pop(request), request))
             if len(running) < options.batch + options.batch // 2:
                 feed(loop)

@@ -243,8 +243,9 @@ def test_a_hit_on_all_but_the_last_token_drafts_at_once() -> None:
 def test_a_stop_inside_a_block_leaves_nothing_behind_it(loop_name: str) -> None:
     """No token id, no registered block, no text of the dropped drafts: a later request must not find them."""
     inside = 0
-    prompts = [[5, 6] * 8, [7] * 9, [1, 2, 3] * 5, STEM]
-    for prompt, stop, min_tokens in product(prompts, range(16), (0, 9)):
+    # Prompts that end with text of the target's own, so that what it goes on with, the stop included, is looked up there.
+    prompts = [[*base, *alone(base)] for base in ([5, 6] * 8, [7] * 3, [1, 2, 3, 1, 2, 3, 1], STEM)]
+    for prompt, stop, min_tokens in product(prompts, range(16), (0, 5)):
         params = SamplingParams(temperature=0, max_tokens=24, min_tokens=min_tokens, stop_token_ids=[stop])
         kept = alone(prompt, params)
         if stop not in kept:

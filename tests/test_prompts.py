@@ -122,7 +122,7 @@ def test_what_a_tokenizer_returns_for_one_text_and_for_several() -> None:
         (torch.ones(2, 2, dtype=torch.long), "a Tensor of shape (2, 2) and dtype torch.int64"),
         (torch.tensor([True, False]), "item 0 of a list of token ids is True"),
         (np.array(["a", "b"]), "item 0 of a list of token ids is str 'a'"),
-        (object(), "prompt is object"),
+        pytest.param(object(), "prompt is object", id="object"),
     ],
     ids=repr,
 )

@@ -4,6 +4,7 @@ unless another test process has the other core."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,11 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ALL_THREADS = torch.get_num_threads()
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # started in the background by a shell: the tests of Ctrl-C want it back
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -326,12 +327,15 @@ def test_the_acceptance_divides_by_the_tensor_the_drafts_were_drawn_from(monkeyp
 
 @pytest.mark.parametrize("drafter", ["dspark", "prompt-lookup"])
 def test_a_seed_gives_the_same_output_alone_and_in_a_batch(drafter: str) -> None:
-    """True wherever the widths agree (fixed or none): uniforms are addressed by the request's own seed and step."""
+    """True wherever the widths agree (fixed or none) and nobody else holds the seed: a request reads its seed's own stream."""
     target = tiny_target("qwen3")
     params = SamplingParams(temperature=1, seed=7, max_tokens=16)
     alone = build(target, drafter, gamma=3, width=2).run([[5, 6, 5, 6]], params)[0].output.token_ids
     others = prompts(5, target.vocab_size, seed=4)
-    batch = build(target, drafter, gamma=3, width=2).run([others[0], [5, 6, 5, 6], *others[1:]], params)
+    batch = build(target, drafter, gamma=3, width=2).run(
+        [others[0], [5, 6, 5, 6], *others[1:]],
+        [replace(params, seed=100), params, *(replace(params, seed=101 + index) for index in range(4))],
+    )
     assert batch[1].output.token_ids == alone
     other = build(target, drafter, gamma=3, width=2).run(
         [[5, 6, 5, 6]], SamplingParams(temperature=1, seed=8, max_tokens=16)

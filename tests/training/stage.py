@@ -13,15 +13,15 @@ from surefoot.training.corpus import Corpus, Document
 from surefoot.training.features import TrainingVocabulary, choose_vocabulary
 from surefoot.training.initial import draft_config, initial_model, read_traits
 from surefoot.training.options import DrafterShape, TrainingOptions
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 from surefoot.training.trainer import Trainer
 from tests.tiny_models import tiny_target
 
 SHAPE = DrafterShape(layers=1, gamma=3, rank=4, vocab=50)
 
 
-def silent() -> Progress:
-    return Progress("test", enabled=False)
+def silent() -> StageProgress:
+    return StageProgress("test", enabled=False)
 
 
 def some_text(target: Target, count: int, seed: int = 0, longest: int = 40) -> Corpus:
@@ -41,9 +41,11 @@ def options(**changes: Any) -> TrainingOptions:
     return TrainingOptions(**{**settings, **changes})
 
 
-def drafter_model(target: Target, words: TrainingVocabulary, shape: DrafterShape = SHAPE, seed: int = 0) -> DSparkModel:
+def drafter_model(
+    target: Target, vocabulary: TrainingVocabulary, shape: DrafterShape = SHAPE, seed: int = 0
+) -> DSparkModel:
     traits = read_traits(target, shape.layers)
-    return initial_model(target, traits, draft_config(target, traits, shape, words, 0), words, seed)
+    return initial_model(target, traits, draft_config(target, traits, shape, vocabulary, 0), vocabulary, seed)
 
 
 def trainer(
@@ -56,6 +58,6 @@ def trainer(
     """A trainer over a tiny target and random text."""
     target = tiny_target(architecture)
     corpus, held_out = some_text(target, documents), some_text(target, 4, seed=1)
-    words, _ = choose_vocabulary(corpus, held_out, target.vocab_size, shape.vocab)
-    model = drafter_model(target, words, shape)
-    return Trainer(target, model, words, corpus, held_out, options(**changes), label_dtype=label_dtype)
+    vocabulary, _ = choose_vocabulary(corpus, held_out, target.vocab_size, shape.vocab)
+    model = drafter_model(target, vocabulary, shape)
+    return Trainer(target, model, vocabulary, corpus, held_out, options(**changes), label_dtype=label_dtype)

@@ -13,7 +13,7 @@ from surefoot.sampling import SamplingParams
 from surefoot.speculation.calibration import Calibration
 from surefoot.training.forced import TextBlocks, WrittenText, choose_sharpness, follow
 from surefoot.training.measure import VerifiedBlocks, note_blocks
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 from tests.engine.engines import EngineUnderTest, build, tiny_dspark
 from tests.tiny_models import tiny_target
 
@@ -49,7 +49,7 @@ def test_the_blocks_of_a_greedy_text_are_those_of_the_loop(
     params = SamplingParams(temperature=0, max_tokens=80)
     blocks, texts = written(engine, drafter, [3, 1, 4, 1, 5], params, 1)
     drafter.draw_by(Calibration([1.0] * GAMMA, copying=copying))
-    seen = follow(target, drafter, [*texts, WrittenText((2, 7, 2), 1, 0.0)], Progress("test", False))
+    seen = follow(target, drafter, [*texts, WrittenText((2, 7, 2), 1, 0.0)], StageProgress("test", False))
     mine = seen.text == 0
     assert mine.sum() == len(texts[0].tokens) - texts[0].start - 1
     chance = seen.chance[:, :, 0]
@@ -79,7 +79,7 @@ def test_sampled_texts_tell_the_loops_acceptance_at_any_sharpness(sharpness: flo
     params, count = SamplingParams(temperature=0.9, max_tokens=10), 1500
     engine = build(target, drafter, width=GAMMA, max_num_seqs=64, check_layout=False)
     _, texts = written(engine, drafter, [1, 2, 3], params, 300)
-    seen = follow(target, drafter, texts, Progress("test", False), sharpness=(1.0, sharpness))
+    seen = follow(target, drafter, texts, StageProgress("test", False), sharpness=(1.0, sharpness))
     chance, overlap = seen.chance[:, :, 1], seen.overlap[:, :, 1]
     reached = seen.reached(chance)
     engine = build(target, drafter, width=GAMMA, max_num_seqs=64, check_layout=False)
@@ -122,25 +122,25 @@ def test_visits_follow_the_walk() -> None:
     np.testing.assert_allclose(seen.reached(chance)[:, 1], [0.5, second * 0.9, 0, 0.4])
 
 
-def test_a_copy_that_the_drafter_has_no_word_for_does_not_count() -> None:
+def test_a_copy_outside_the_draft_vocabulary_does_not_count() -> None:
     """It could not be drafted: a share fitted to it would be too high."""
     target = tiny_target("llama")
     drafter = tiny_dspark(target, GAMMA, draft_vocab_size=40)
-    words = set(drafter.vocabulary.tolist())
-    known, unknown = min(words), min(set(range(target.vocab_size)) - words)
+    vocabulary = set(drafter.vocabulary.tolist())
+    known, unknown = min(vocabulary), min(set(range(target.vocab_size)) - vocabulary)
     text = WrittenText((known, unknown, known, unknown, known, unknown, known), 1, 0.0)
-    seen = follow(target, drafter, [text], Progress("test", False))
+    seen = follow(target, drafter, [text], StageProgress("test", False))
     position = np.arange(2, 7)[:, None] + np.arange(GAMMA)  # in the text, of every block's drafts
-    right = np.where(position < 7, position % 2 == 0, False)  # those behind an unknown token are known
+    right = np.where(position < 7, position % 2 == 0, False)  # those after an unknown token are known
     assert (seen.match[right] > 0).sum() > 0
     assert seen.copied[right & (position > 2)].all()
     assert not seen.match[(position < 7) & ~right].any()
 
 
-def test_a_whole_vocabulary_needs_no_words() -> None:
+def test_a_drafter_with_the_whole_vocabulary() -> None:
     target = tiny_target("llama")
     drafter = tiny_dspark(target, GAMMA)
-    seen = follow(target, drafter, [WrittenText((1, 2, 3, 4, 5), 2, 1.0)], Progress("test", False))
+    seen = follow(target, drafter, [WrittenText((1, 2, 3, 4, 5), 2, 1.0)], StageProgress("test", False))
     assert seen.chance.shape == (2, GAMMA, len(seen.sharpness))
     assert seen.known.tolist() == [[True, True, False], [True, False, False]]
     assert torch.isfinite(torch.from_numpy(seen.logits)).all()

@@ -9,19 +9,19 @@ from torch import Tensor
 from surefoot.training.loss import _CHUNK, CE, TV, confidence_loss, vocabulary_loss
 from tests.training.stage import trainer
 
-WORDS, ROWS, WIDTH, RANK = 50, 37, 6, 3
+VOCABULARY, ROWS, WIDTH, RANK = 50, 37, 6, 3
 
 
 def inputs(seed: int = 0) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     double = {"dtype": torch.float64}
-    full = torch.softmax(3 * torch.randn(11, WORDS + 9, **double), 1)
+    full = torch.softmax(3 * torch.randn(11, VOCABULARY + 9, **double), 1)
     return {
         "hidden": torch.randn(ROWS, WIDTH, **double),
-        "head": torch.randn(WORDS, WIDTH, **double),
+        "head": torch.randn(VOCABULARY, WIDTH, **double),
         "latent": torch.randn(ROWS, RANK, **double),
-        "markov": torch.randn(WORDS, RANK, **double),
-        "labels": full[:, :WORDS].contiguous(),  # the last nine words are outside the draft vocabulary
+        "markov": torch.randn(VOCABULARY, RANK, **double),
+        "labels": full[:, :VOCABULARY].contiguous(),  # the last nine tokens are outside the draft vocabulary
         "label_rows": torch.randint(0, 11, (ROWS,)),
         "weight": torch.rand(ROWS, **double),
     }
@@ -34,7 +34,7 @@ def reference(data: dict[str, Tensor], softcap: float | None) -> tuple[Tensor, T
         base = softcap * torch.tanh(base / softcap)
     logits = base + data["latent"] @ data["markov"].T
     p = data["labels"][data["label_rows"]]
-    whole_p = torch.cat([p, 1 - p.sum(1, keepdim=True)], 1)  # one column stands for all words outside
+    whole_p = torch.cat([p, 1 - p.sum(1, keepdim=True)], 1)  # one column stands for all tokens outside
     whole_q = torch.nn.functional.pad(logits.softmax(1), (0, 1))
     tv = 0.5 * (whole_p - whole_q).abs().sum(1)
     ce = -(p * logits.log_softmax(1)).sum(1)

@@ -20,8 +20,8 @@ from surefoot.training.evaluate import check_unseen, evaluate, load_calibration,
 from surefoot.training.files import Workplace
 from surefoot.training.initial import read_traits
 from surefoot.training.options import Budget, DataOptions, DrafterShape, TrainingOptions
-from surefoot.training.pipeline import STAGES, Pipeline, Run
-from surefoot.training.progress import Progress
+from surefoot.training.pipeline import STAGES, Pipeline, TrainingRun
+from surefoot.training.progress import StageProgress
 from surefoot.training.prompts import Prompt, collect_prompts, digest, read_prompts
 from surefoot.training.regenerate import bulk, bulk_sampler, generation_engine, regenerate
 from tests.tiny_models import tiny_target
@@ -35,7 +35,7 @@ def write_prompts(path: Path, count: int, seed: int = 0) -> Path:
     return path
 
 
-def a_run(prompts: Path, **changes: Any) -> Run:
+def a_run(prompts: Path, **changes: Any) -> TrainingRun:
     settings: dict[str, Any] = {
         "shape": DrafterShape(layers=1, gamma=3, rank=4, vocab=50),
         "data": DataOptions(sources=(str(prompts),), held_out=0.3, max_prompt=12, max_new=16, batch=8),
@@ -44,10 +44,10 @@ def a_run(prompts: Path, **changes: Any) -> Run:
         ),
         "budget": Budget(anchors=300),
     }
-    return Run(**{**settings, **changes})
+    return TrainingRun(**{**settings, **changes})
 
 
-def pipeline(run: Run, output: Path) -> Pipeline:
+def pipeline(run: TrainingRun, output: Path) -> Pipeline:
     target = tiny_target()
     return Pipeline(target, read_traits(target, run.shape.layers), run, output, show=False)
 
@@ -115,7 +115,7 @@ def test_fine_tuning_begins_with_the_drafter_it_is_given(trained: Path, tmp_path
     given = pipeline(a_run(trained / "prompts.jsonl"), trained / "drafter").trainer()
     fresh = tuned.trainer()
     assert torch.equal(fresh.model.fc.weight, given.model.fc.weight)
-    assert torch.equal(fresh.words.vocabulary, given.words.vocabulary)
+    assert torch.equal(fresh.vocabulary.draft, given.vocabulary.draft)
     record = tuned.run(["train"])
     assert record["train"]["anchors"] >= 50
     assert record["train"]["drafter"]["block_size"] == 3
@@ -254,7 +254,7 @@ def test_interrupted_regeneration_ends_with_the_same_text(tmp_path: Path, monkey
     engine = generation_engine(target, run.data)
     steps = 0
 
-    class Interrupted(Progress):
+    class Interrupted(StageProgress):
         def update(self, *_: Any) -> None:
             nonlocal steps
             steps += 1

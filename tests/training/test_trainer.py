@@ -304,17 +304,17 @@ def test_a_saved_drafter_is_the_trained_one(tmp_path: Path) -> None:
     save_drafter(one.drafter(), tmp_path / "drafter")
     loaded = load_drafter(tmp_path / "drafter")
     loaded.bind(one.target)
-    seen = one.words.seen
+    seen = one.vocabulary.seen
     table = loaded.model.markov_head.markov_w1.weight
     assert torch.equal(table[seen], one.model.markov_head.markov_w1.weight)
     assert torch.equal(loaded.model.fc.weight, one.model.fc.weight)
-    assert torch.equal(loaded.vocabulary, one.words.vocabulary)
+    assert torch.equal(loaded.vocabulary, one.vocabulary.draft)
 
 
 def test_a_drafter_begins_as_its_target_s_last_layers() -> None:
     target = tiny_target("gemma3", seed=3)
-    words, _ = choose_vocabulary(some_text(target, 4), some_text(target, 2, seed=1), 64, 50)
-    model = drafter_model(target, words, replace(SHAPE, layers=2))
+    vocabulary, _ = choose_vocabulary(some_text(target, 4), some_text(target, 2, seed=1), 64, 50)
+    model = drafter_model(target, vocabulary, replace(SHAPE, layers=2))
     layer, own = target.model.model.layers[1], model.layers[1]
     assert torch.equal(own.mlp.down_proj.weight, layer.mlp.down_proj.weight)
     # Gemma stores the distance from 1.
@@ -323,13 +323,13 @@ def test_a_drafter_begins_as_its_target_s_last_layers() -> None:
     assert torch.equal(model.fc.weight[:, -32:], torch.eye(32))
     assert model.config.sandwich_norms
     assert model.config.embedding_scale == pytest.approx(32**0.5, rel=1e-3)
-    assert float(model.markov_head.markov_w1.weight[words.seen].detach().std()) > 0
+    assert float(model.markov_head.markov_w1.weight[vocabulary.seen].detach().std()) > 0
 
 
 def test_a_smaller_feed_forward_keeps_the_strongest_neurons() -> None:
     target = tiny_target()
-    words, _ = choose_vocabulary(some_text(target, 4), some_text(target, 2, seed=1), 64, 50)
-    model = drafter_model(target, words, replace(SHAPE, inner=16))
+    vocabulary, _ = choose_vocabulary(some_text(target, 4), some_text(target, 2, seed=1), 64, 50)
+    model = drafter_model(target, vocabulary, replace(SHAPE, inner=16))
     mlp = target.model.model.layers[1].mlp
     strength = mlp.gate_proj.weight.norm(dim=1) * mlp.up_proj.weight.norm(dim=1) * mlp.down_proj.weight.norm(dim=0)
     kept = sorted(strength.argsort(descending=True)[:16].tolist())
@@ -369,11 +369,11 @@ def test_anchors_lie_in_the_continuation_and_blocks_end_with_the_text() -> None:
 def test_the_vocabulary_holds_the_most_frequent_emitted_tokens() -> None:
     corpus = Corpus([Document(0, 1, np.array([9, 7, 7, 7, 3, 3, 5]))])
     held_out = Corpus([Document(0, 1, np.array([9, 7, 8]))])
-    words, counts = choose_vocabulary(corpus, held_out, 10, 3, always=[0])
-    assert words.vocabulary.tolist() == [0, 3, 7]
-    assert words.seen.tolist() == [0, 3, 5, 7, 8, 9]
+    vocabulary, counts = choose_vocabulary(corpus, held_out, 10, 3, always=[0])
+    assert vocabulary.draft.tolist() == [0, 3, 7]
+    assert vocabulary.seen.tolist() == [0, 3, 5, 7, 8, 9]
     assert counts["held_out_coverage"] == 0.5
-    assert choose_vocabulary(corpus, held_out, 10, 10)[0].vocabulary is None
+    assert choose_vocabulary(corpus, held_out, 10, 10)[0].draft is None
 
 
 def test_learning_rate_warms_up_and_falls() -> None:

@@ -97,7 +97,7 @@ def calibrate(
     from surefoot.drafters.locations import WEIGHTS_FILE, weights_digest
     from surefoot.drafters.shipped import shipped_for
     from surefoot.training.measure import WRITING, fit_calibration
-    from surefoot.training.progress import Progress
+    from surefoot.training.progress import StageProgress
 
     try:
         if drafter == "auto":
@@ -112,7 +112,7 @@ def calibrate(
         head.bind(llm.target)
         head.pack()
         texts = []
-        with Progress("calibrate", not json) as progress:
+        with StageProgress("calibrate", not json) as progress:
             for number, level in enumerate(levels):
                 params = SamplingParams(temperature=level, max_tokens=max_tokens)
                 span = (WRITING * number / len(levels), WRITING * (number + 1) / len(levels))

@@ -18,7 +18,7 @@ from surefoot.errors import CalibrationError, DrafterError, SurefootError
 from surefoot.sampling import SamplingParams
 from surefoot.speculation.calibration import Calibration
 from surefoot.training.forced import WrittenText
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 
 if TYPE_CHECKING:
     from surefoot.llm import LLM
@@ -127,7 +127,7 @@ def _misfits(checkpoint: Path, model: str, trust_remote_code: bool) -> list[str]
 
 
 def write_texts(
-    llm: LLM, prompts: Sequence[BenchPrompt], params: SamplingParams, progress: Progress, span: tuple[float, float]
+    llm: LLM, prompts: Sequence[BenchPrompt], params: SamplingParams, progress: StageProgress, span: tuple[float, float]
 ) -> list[WrittenText]:
     """Answer all prompts, turn by turn: what was written.
 

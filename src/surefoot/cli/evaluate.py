@@ -61,13 +61,13 @@ def evaluate(
     from surefoot.training.evaluate import card, check_unseen, load_workloads
     from surefoot.training.evaluate import evaluate as measure
     from surefoot.training.measure import serving_target, set_threads
-    from surefoot.training.progress import Progress
+    from surefoot.training.progress import StageProgress
 
     set_threads(threads)
     workloads = load_workloads(prompts, limit)
     check_unseen(directory, workloads)  # before seconds go into weights
     loaded = serving_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quiet=json)
-    with Progress("evaluate", not json) as progress:
+    with StageProgress("evaluate", not json) as progress:
         report = measure(
             loaded, directory, workloads, where, progress,
             temperatures=values, max_tokens=max_tokens, batch=batch, calibration=calibration,

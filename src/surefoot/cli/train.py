@@ -131,13 +131,13 @@ def train(
     from surefoot.drafters.layouts import LAYOUTS
     from surefoot.training.measure import set_threads
     from surefoot.training.options import Budget, DataOptions, DrafterShape, TrainingOptions
-    from surefoot.training.pipeline import STAGES, Run, prepare
+    from surefoot.training.pipeline import STAGES, TrainingRun, prepare
 
     if minutes is None and anchors is None:
         minutes = DEFAULT_MINUTES
     if layout not in LAYOUTS:
         raise ConfigurationError(f"layout is {layout!r}; allowed: {', '.join(LAYOUTS)}")
-    run = Run(
+    run = TrainingRun(
         DrafterShape(
             layers, gamma, head, rank, vocab, hidden_size, inner, _numbers("features", features, int), storage
         ),

@@ -1,1 +1,1 @@
-"""Making a drafter: prompts, regenerated text, features, training, calibration, evaluation. `pipeline.py` joins the stages."""
+"""Training of a drafter, from prompts and regenerated text to calibration and evaluation. `pipeline.py` runs the stages."""

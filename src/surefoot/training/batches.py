@@ -1,6 +1,6 @@
-"""Which documents, in which rows, with which anchors: a function of lengths, options and step number alone.
+"""Documents, rows and anchors of every training step: a function of lengths, options and step number alone.
 
-That is what makes a run resumable bit for bit, and several ranks equal to one: everybody can work out the whole plan.
+Every rank computes the whole plan. Therefore a run resumes bit for bit, and several ranks compute what one does.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from surefoot.training.features import MAX_DOCUMENTS, PackedRow
 from surefoot.training.options import TrainingOptions
 
 Ints = npt.NDArray[np.int64]
-_ORDER, _ANCHORS = range(2)  # what a random stream is for
+_ORDER, _ANCHORS = range(2)  # purposes of the random streams
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """One optimiser step of the plan."""
 
-    batch: int  # number of the batch, in the order they are read
-    oldest: int  # batches before this one are not used any more
+    batch: int  # number of the batch, in reading order
+    oldest: int  # batches before this one are no longer needed
     rows: list[list[int]]  # [batch_rows] document numbers
 
 
 def pack_rows(lengths: Ints, order: Ints, row_tokens: int) -> list[list[int]]:
-    """Fill rows with documents in the given order; a row closes when the next document does not fit."""
+    """Fill rows with documents in the given order; a row is closed when the next document does not fit."""
     rows: list[list[int]] = []
     room = 0
     for number in order.tolist():
@@ -44,22 +44,22 @@ def pack_rows(lengths: Ints, order: Ints, row_tokens: int) -> list[list[int]]:
 
 
 def batches(lengths: Ints, options: TrainingOptions) -> Iterator[list[list[int]]]:
-    """The endless sequence of batches over documents of these lengths, every epoch packed in another order."""
+    """Endless sequence of batches over documents of these lengths; every epoch packs them in another order."""
     epoch = 0
     while True:
         order = np.random.default_rng([options.seed, _ORDER, epoch]).permutation(len(lengths))
         rows = pack_rows(lengths, order, options.row_tokens)
-        rows += [rows[i % len(rows)] for i in range(-len(rows) % options.batch_rows)]  # the last batch is filled up
+        rows += [rows[i % len(rows)] for i in range(-len(rows) % options.batch_rows)]  # repeats fill the last batch
         for first in range(0, len(rows), options.batch_rows):
             yield rows[first : first + options.batch_rows]
         epoch += 1
 
 
-def plan(lengths: Ints, options: TrainingOptions) -> Iterator[Step]:
-    """The endless sequence of steps: a rolling buffer of `held_batches`, each of which is trained on `reuse` times.
+def plan(lengths: Ints, options: TrainingOptions) -> Iterator[PlannedStep]:
+    """Endless sequence of steps over a rolling buffer of `held_batches` batches, each trained on `reuse` times.
 
-    Whenever a batch is read, one step is taken on it and on those of evenly spaced ages. So the uses of a batch lie far
-    apart, and neighbouring steps see different text, although the target runs once per batch.
+    After a batch is read, one step is taken on it and on one held batch of each evenly spaced age. The uses of a batch
+    are thus far apart and consecutive steps see different text, while the target runs once per batch.
     """
     spacing = max(1, options.held_batches // options.reuse)
     reach = spacing * (options.reuse - 1)
@@ -68,18 +68,18 @@ def plan(lengths: Ints, options: TrainingOptions) -> Iterator[Step]:
         held[newest] = rows
         oldest = max(0, newest - reach)
         for batch in range(newest, oldest - 1, -spacing):
-            yield Step(batch, oldest, held[batch])
+            yield PlannedStep(batch, oldest, held[batch])
         held.pop(newest - reach, None)
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """Anchors of one row; where a row has fewer places than wanted, the rest have weight 0.
+    """Anchors of one row; if the row has fewer candidates than requested, the remaining entries have weight 0.
 
-    Position k of a block is learned from the target's distribution behind x_{k-1}: row anchor + k - 1 of the document.
+    Position k of a block is trained on the target's distribution after x_{k-1}: row anchor + k - 1 of the document.
     """
 
-    index: Ints  # [A] of the anchor in the row
+    index: Ints  # [A] index of the anchor in the row
     weight: npt.NDArray[np.float32]  # [A, gamma]
 
     @property
@@ -90,7 +90,7 @@ class Anchors:
 def pick_anchors(
     documents: Sequence[Document], count: int, gamma: int, decay: float, rng: np.random.Generator | None
 ) -> Anchors:
-    """Draw `count` anchors of a row without replacement, in ascending order; without `rng` they are spread evenly."""
+    """Draw `count` anchors of a row without replacement, in ascending order; without `rng` they are evenly spaced."""
     places, ends, offset = [], [], 0
     for document in documents:
         length = len(document.tokens)
@@ -111,7 +111,7 @@ def pick_anchors(
     return Anchors(index, weight)
 
 
-def step_anchors(corpus: Corpus, step: Step, number: int, gamma: int, options: TrainingOptions) -> list[Anchors]:
+def step_anchors(corpus: Corpus, step: PlannedStep, number: int, gamma: int, options: TrainingOptions) -> list[Anchors]:
     """Anchors of all rows of step `number`."""
     rng = np.random.default_rng([options.seed, _ANCHORS, number])
     documents = corpus.documents
@@ -123,7 +123,7 @@ def step_anchors(corpus: Corpus, step: Step, number: int, gamma: int, options: T
 
 @dataclass(frozen=True)
 class Batch:
-    """N rows with A anchors each, as the trainer's network takes them. Padding has owner -1 and weight 0."""
+    """N rows with A anchors each, the input of `network.DraftLoss`. Padding has owner -1 and weight 0."""
 
     features: Tensor  # [N, C, m * d_target]
     positions: Tensor  # [N, C] int64
@@ -131,7 +131,7 @@ class Batch:
     anchors: Tensor  # [N, A] int64, target ids
     anchor_positions: Tensor  # [N, A] int64
     anchor_owner: Tensor  # [N, A] int64
-    previous: Tensor  # [N, A, gamma] int64, x_{k-1} as an index into the words seen
+    previous: Tensor  # [N, A, gamma] int64, x_{k-1} as an index into `TrainingVocabulary.seen`
     labels: Tensor  # [M, V_draft]
     label_rows: Tensor  # [N, A, gamma] int64, row of `labels` for x_k
     weight: Tensor  # [N, A, gamma] float32
@@ -144,7 +144,7 @@ def collate(
 
     Args:
         starts: per row, the first anchor position of every document.
-        compact: [V] target id -> index of the word (`TrainingVocabulary.compact`).
+        compact: [V] target id -> index into the tokens seen (`TrainingVocabulary.compact`).
     """
     device = rows[0].features.device
     length = max(row.tokens.shape[0] for row in rows)
@@ -163,12 +163,12 @@ def collate(
     weight = torch.stack([torch.from_numpy(a.weight) for a in anchors]).to(device)
     tokens, positions, owner = padded("tokens"), padded("positions"), padded("owner", -1)
     block = index.unsqueeze(2) + torch.arange(gamma, device=device)
-    block = torch.where(weight > 0, block, index.unsqueeze(2))  # what hangs over the end is not looked at
+    block = torch.where(weight > 0, block, index.unsqueeze(2))  # slots past the end have weight 0
     label_rows = []
     base = 0
     for row, first, at in zip(rows, starts, block, strict=True):
         first_anchor = torch.tensor(first, device=device)[row.owner]
-        order = (row.positions >= first_anchor).cumsum(0) - 1  # rows with a label, numbered
+        order = (row.positions >= first_anchor).cumsum(0) - 1  # index among the rows that have a label
         label_rows.append(base + order[at].clamp(min=0))
         base += row.labels.shape[0]
     return Batch(

@@ -1,5 +1,5 @@
-"""Built-in collectors: prompts made from what every machine has. Code and documentation come from Python's own library;
-word problems and questions are composed, since a library holds none."""
+"""Built-in prompt collectors that need no download. Code and documentation come from Python's standard library;
+word problems and questions are generated from templates."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SEED = 2607
 
 
 def library_files() -> list[Path]:
-    """Source files of Python's own library, without its tests."""
+    """Source files of Python's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     return [file for file in sorted(root.rglob("*.py")) if not _SKIPPED.intersection(file.relative_to(root).parts)]
 
 
 def read_text(file: Path) -> str:
-    """A file's text; what is not UTF-8 is marked, not refused."""
+    """Text of a file; bytes that are not UTF-8 become replacement characters."""
     return file.read_text(encoding="utf-8", errors="replace")
 
 
 def passages(text: str, size: int = _PASSAGE) -> Iterator[str]:
-    """Pieces of about `size` characters that begin and end with a paragraph (or line) where they can."""
+    """Pieces of about `size` characters, cut at paragraphs or else at lines where possible."""
     piece = ""
     for paragraph in text.split("\n\n"):
         while len(paragraph) > 2 * size:
@@ -54,7 +54,7 @@ def library_code() -> Iterator[Collected]:
 
 
 def function_prompts(file: Path, rng: random.Random) -> Iterator[Collected]:
-    """One prompt for every function of a Python file: to be continued, written, explained, completed, tested or changed."""
+    """One prompt per function of a Python file: to continue, write, explain, complete, test or change it."""
     source = read_text(file)
     try:
         tree = ast.parse(source)
@@ -99,7 +99,7 @@ def _ask_about(name: str, docstring: str | None, body: list[str], rng: random.Ra
 
 
 def documentation() -> Iterator[Collected]:
-    """Passages of the language reference that comes with Python, and of module docstrings; some as questions."""
+    """Passages of Python's language reference and of module docstrings; some as questions."""
     rng = random.Random(_SEED)
     for topic, text in _documents():
         for number, passage in enumerate(passages(text)):
@@ -117,7 +117,7 @@ def documentation() -> Iterator[Collected]:
 
 
 def _documents() -> Iterator[tuple[str, str]]:
-    with contextlib.suppress(ImportError):  # some distributions leave it out
+    with contextlib.suppress(ImportError):  # some distributions omit it
         from pydoc_data.topics import topics
 
         yield from sorted(topics.items())

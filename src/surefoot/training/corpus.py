@@ -1,4 +1,4 @@
-"""Token sequences on disk: what prompts were continued to, or text that was there already."""
+"""Token sequences on disk: continued prompts, or existing text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Document:
     """One token sequence."""
 
     index: int  # of the prompt it continues, or of the piece of text
-    start: int  # anchors stand at this position or behind it; 1 at least, for a drafter needs a context
+    start: int  # first position that may be an anchor; at least 1, because a drafter needs a context
     tokens: npt.NDArray[np.int64]  # [length]
 
 
 class Corpus:
-    """Documents in the order of their index, whatever the order they were written in."""
+    """Documents sorted by index, whatever order they were written in."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self.documents = sorted(documents, key=lambda document: document.index)
@@ -33,7 +33,7 @@ class Corpus:
 
     @classmethod
     def load(cls, *paths: Path) -> Corpus:
-        """Read shard files, and all shards of folders; documents of later paths are numbered behind the earlier ones'."""
+        """Read shard files, and all shards of folders; documents of later paths get higher indices."""
         documents: list[Document] = []
         for path in paths:
             shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.exists() else []
@@ -43,7 +43,7 @@ class Corpus:
         return cls(documents)
 
     def split(self, longest: int) -> Corpus:
-        """The same text in documents of at most `longest` tokens; a piece without an anchor is left out."""
+        """The same text in documents of at most `longest` tokens; pieces without an anchor are dropped."""
         pieces: list[Document] = []
         for document in self.documents:
             for first in range(0, len(document.tokens), longest):
@@ -71,7 +71,7 @@ class Corpus:
         return int(self.lengths.sum())
 
     def counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """How often every token was emitted (prompts do not count), [vocab_size]."""
+        """Number of occurrences of every token after the prompts, [vocab_size]."""
         total = np.zeros(vocab_size, dtype=np.int64)
         for document in self.documents:
             total += np.bincount(document.tokens[document.start :], minlength=vocab_size)
@@ -79,7 +79,7 @@ class Corpus:
 
 
 def write_shard(path: Path, documents: Sequence[Document]) -> None:
-    """Documents as one safetensors file, whole or not at all."""
+    """Write documents as one safetensors file, atomically."""
     data = {
         "tokens": torch.from_numpy(np.concatenate([d.tokens for d in documents]).astype(np.int32)),
         "lengths": torch.tensor([len(d.tokens) for d in documents], dtype=torch.int32),

@@ -15,11 +15,11 @@ from surefoot.speculation.json_files import read_object, write_object
 from surefoot.targets.target import Target
 from surefoot.training.measure import VerifiedBlocks, arms_of, describe_blocks, speculation_engine, watch
 from surefoot.training.plots import acceptance_plot, reliability_plot
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 from surefoot.training.prompts import Prompt, read_prompts, tokenizer_of
 
 GROUPS = {"humaneval": "code", "mbpp": "code", "gsm8k": "math", "math500": "math", "mt-bench": "chat"}
-"""What public benchmarks measure; another file is a workload of its own."""
+"""Group of each public benchmark; any other file is a workload of its own."""
 MANIFEST = "manifest.json"
 
 
@@ -39,10 +39,10 @@ def load_workloads(path: Path, limit: int | None = None) -> dict[str, list[Promp
 
 
 def check_unseen(drafter: Path, workloads: dict[str, list[Prompt]]) -> str:
-    """Make sure that no prompt was trained on, and say what was checked.
+    """Check that no prompt was trained on, and return a sentence that says what was checked.
 
     Raises:
-        ConfigurationError: some were, with their number and the first of them.
+        ConfigurationError: some were; names their number and the first one.
     """
     manifest = drafter / MANIFEST
     if not manifest.exists():
@@ -62,7 +62,7 @@ def load_calibration(drafter: Path, gamma: int, path: Path | None = None) -> Cal
     """The drafter's calibration, None where it has none.
 
     Raises:
-        CalibrationError: fitted for another gamma, or for other weights.
+        CalibrationError: the calibration was fitted for another gamma or other weights.
     """
     file = path or find_calibration(drafter)
     if file is None:
@@ -79,7 +79,7 @@ def evaluate(
     drafter: Path,
     workloads: dict[str, list[Prompt]],
     output: Path,
-    progress: Progress,
+    progress: StageProgress,
     *,
     temperatures: Sequence[float] = (0.0, 1.0),
     max_tokens: int = 128,
@@ -88,7 +88,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure a drafter and write `evaluation.json`, `card.md` and the plots to `output`; returns the report.
 
-    Blocks are verified whole, so that every position is seen as often as it can be; the planner has no say.
+    Blocks are verified at full width, without a planner, so that every position is observed as often as possible.
     """
     check = check_unseen(drafter, workloads)
     encode = tokenizer_of(target)
@@ -137,7 +137,7 @@ def evaluate(
 
 
 def _grouped(blocks: dict[str, VerifiedBlocks]) -> dict[str, VerifiedBlocks]:
-    """Every workload, every group of workloads, and all together."""
+    """Blocks by workload, by group of workloads, and of all workloads together."""
     gamma = next(iter(blocks.values())).gamma
     found: dict[str, VerifiedBlocks] = dict(blocks)
     for name, part in blocks.items():
@@ -194,7 +194,7 @@ def card(report: dict[str, Any]) -> str:
 
 
 def _drawing(report: dict[str, Any]) -> str:
-    """How the calibration has the drafter draw."""
+    """Sharpness and copying shares of the calibration, as sentences."""
     text = ""
     if sharp := report.get("draft_sharpness"):
         values = ", ".join(f"{value:g}" for value in (sharp[:1] if len(set(sharp)) == 1 else sharp))
@@ -210,7 +210,7 @@ def _text(value: float | None, digits: int = 3) -> str:
 
 
 def prompts_of_rows(rows: Sequence[dict[str, Any]], limit: int) -> dict[str, list[Prompt]]:
-    """Held-out prompts of the pipeline (already token ids) by workload, at most `limit` in all."""
+    """Held-out prompts of the pipeline (token ids) by workload, at most `limit` in total."""
     found: dict[str, list[Prompt]] = {}
     for row in rows[:limit]:
         found.setdefault(str(row["workload"]), []).append(Prompt("", str(row["workload"]), tokens=tuple(row["tokens"])))

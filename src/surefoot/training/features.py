@@ -1,8 +1,8 @@
-"""Stage *features*: the words a drafter may propose, and the target's hidden states and distributions for packed rows.
+"""Stage *features*: the draft vocabulary, and the target's hidden states and distributions for packed rows.
 
-Hidden states are never stored: a row's are read by one target pass when it is first trained on, kept in memory until its
-last use, and dropped. Labels are the target's own distributions, so every anchor of every text is a full lesson, whoever
-wrote the text.
+Hidden states are never stored on disk: one target pass computes those of a row before its first use, and they stay in
+memory until its last use. Labels are the target's own distributions, so every anchor gives a full training signal whatever
+the origin of the text.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from surefoot.training.corpus import Corpus, Document
 BLOCK = 16
 MAX_DOCUMENTS = 64
 """Documents per packed row; each has a state slot of the target's cache."""
-_SOFTMAX_ROWS = {"cpu": 64, "cuda": 2048}  # rows whose float32 logits exist at a time
+_SOFTMAX_ROWS = {"cpu": 64, "cuda": 2048}  # rows of float32 logits held at a time
 
 
 @dataclass(frozen=True)
 class TrainingVocabulary:
-    """Which tokens matter in training."""
+    """Draft vocabulary, and the tokens that occur in the training text."""
 
-    vocabulary: Tensor | None  # [V_draft] int64 ascending, draft id -> target id; None: all of the target's
-    seen: Tensor  # [n] int64 ascending, every token that occurs in front of a drafted one
+    draft: Tensor | None  # [V_draft] int64 ascending, draft id -> target id; None: the target's whole vocabulary
+    seen: Tensor  # [n] int64 ascending, every token that can precede a drafted one
 
     def compact(self, vocab_size: int) -> Tensor:
         """[vocab_size] int64: target id -> index into `seen` (0 for tokens that do not occur)."""
@@ -44,12 +44,12 @@ class TrainingVocabulary:
 def choose_vocabulary(
     corpus: Corpus, held_out: Corpus, vocab_size: int, size: int, always: Sequence[int] = ()
 ) -> tuple[TrainingVocabulary, dict[str, Any]]:
-    """The `size` most frequent emitted tokens, and counts for the record.
+    """The `size` most frequent emitted tokens as draft vocabulary, and counts for the record.
 
     Args:
-        corpus: what is trained on; decides.
-        held_out: tells which share of the emitted tokens falls outside.
-        always: tokens that are in whatever their count, such as the end tokens.
+        corpus: training text, whose counts decide.
+        held_out: text on which the coverage of the vocabulary is measured.
+        always: tokens included whatever their count, such as the end tokens.
     """
     emitted = corpus.counts(vocab_size)
     whole = np.zeros(vocab_size, dtype=np.int64)
@@ -60,7 +60,7 @@ def choose_vocabulary(
     else:
         rank = emitted.copy()
         rank[list(always)] = emitted.sum() + 1
-        # Tokens never emitted follow: first those of the prompts, then small ids, which tokenizers merged first.
+        # Tokens never emitted come last: those of the prompts, then small ids, which tokenizers merge first.
         order = np.lexsort((np.arange(vocab_size), -whole, -rank))
         chosen = np.sort(order[:size])
         vocabulary = torch.from_numpy(chosen)
@@ -79,17 +79,19 @@ def choose_vocabulary(
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Documents of one packed row after the target's pass."""
+    """One packed row of documents, with the target's features and labels."""
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    owner: Tensor  # [T] int64, document of the row
+    owner: Tensor  # [T] int64, index of the document in the row
     features: Tensor  # [T, m * d_target] in the target's dtype
-    labels: Tensor  # [M, V_draft] target probabilities of the draft vocabulary, for rows from each start on
+    labels: (
+        Tensor  # [M, V_draft] target probabilities of the draft vocabulary, for tokens from each document's start on
+    )
 
 
 class TargetReader:
-    """Reads rows: one target pass over the packed documents of a row."""
+    """Computes features and labels of rows by target passes over their packed documents."""
 
     def __init__(
         self,
@@ -103,8 +105,8 @@ class TargetReader:
     ) -> None:
         """
         Args:
-            rows: most rows of one pass. On a CPU one is best; a GPU wants thousands of tokens at a time.
-            label_dtype: float16 holds a probability to 0.05 %, or to 3e-8 where it is tiny.
+            rows: maximum rows per pass. One is fastest on a CPU; a GPU needs thousands of tokens per pass.
+            label_dtype: float16 has a relative error of 0.05 %, or an absolute one of 3e-8 for tiny probabilities.
         """
         self.target, self.feature_layers = target, feature_layers
         self.vocabulary = None if vocabulary is None else vocabulary.to(target.device)
@@ -120,7 +122,7 @@ class TargetReader:
         )
 
     def read(self, rows: Sequence[Sequence[Document]]) -> list[PackedRow]:
-        """The rows, each with its documents."""
+        """Features and labels of rows, each given as its documents."""
         found: list[PackedRow] = []
         for first in range(0, len(rows), self.rows):
             part = rows[first : first + self.rows]
@@ -141,7 +143,7 @@ class TargetReader:
         return PackedRow(row_tokens, row_positions, row_owner, output.features, self._probabilities(output.logits))
 
     def _probabilities(self, logits: Tensor) -> Tensor:
-        """[M, V] logits -> [M, V_draft] probabilities; their sum falls short of 1 by what lies outside the vocabulary."""
+        """[M, V] logits -> [M, V_draft] probabilities; they sum to 1 minus the mass outside the draft vocabulary."""
         width = logits.shape[1] if self.vocabulary is None else self.vocabulary.shape[0]
         labels = torch.empty(logits.shape[0], width, dtype=self.label_dtype, device=logits.device)
         count = _SOFTMAX_ROWS.get(logits.device.type, _SOFTMAX_ROWS["cuda"])
@@ -156,7 +158,7 @@ class TargetReader:
         self, documents: Sequence[Document], tokens: Tensor, positions: Tensor, owner: Tensor, logit_rows: Tensor
     ) -> FlatBatch:
         cache, block = self.cache, 1
-        for slot, document in enumerate(documents):  # consecutive blocks; block 0 is scratch
+        for slot, document in enumerate(documents):  # consecutive blocks; block 0 is the scratch block
             count = -(-len(document.tokens) // BLOCK)
             for table in cache.block_tables:
                 table[slot, :count] = torch.arange(block, block + count, dtype=torch.int32)
@@ -165,7 +167,7 @@ class TargetReader:
 
 
 def _split(whole: PackedRow, rows: Sequence[Sequence[Document]]) -> list[PackedRow]:
-    """A pass over several rows, row by row; owners count from 0 in each."""
+    """Split a pass over several rows into rows; owners count from 0 in each."""
     if len(rows) == 1:
         return [whole]
     found, token, label, owner = [], 0, 0, 0
@@ -178,7 +180,7 @@ def _split(whole: PackedRow, rows: Sequence[Sequence[Document]]) -> list[PackedR
                 whole.tokens[here],
                 whole.positions[here],
                 whole.owner[here] - owner,
-                whole.features[here].clone(),  # rows are dropped one by one
+                whole.features[here].clone(),  # a copy, so that each row's memory can be freed
                 whole.labels[label : label + labels].clone(),
             )
         )
@@ -190,7 +192,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def flat(documents: Sequence[Document]) -> tuple[Ints, Ints, Ints]:
-    """Tokens, positions and owners [T] of documents laid one behind the other."""
+    """Tokens, positions and owners [T] of concatenated documents."""
     lengths = [len(document.tokens) for document in documents]
     return (
         np.concatenate([document.tokens for document in documents]),

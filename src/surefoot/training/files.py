@@ -1,4 +1,4 @@
-"""Where a run keeps its work, and files that are written whole or not at all."""
+"""Directory layout of a training run, and atomic file writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from surefoot.paths import write_whole
 
 
 class Workplace:
-    """`output` is the drafter's directory and ships; `work` beside it holds prompts, text and state, and may be deleted."""
+    """`output` is the drafter's directory; `work` next to it holds prompts, text and state, and may be deleted."""
 
     def __init__(self, output: str | Path) -> None:
         self.output = Path(output).absolute()
@@ -23,7 +23,7 @@ class Workplace:
         self.read = self.work / "read.safetensors"
         self.regenerated = self.work / "regenerated"
         self.held_out = self.work / "held_out"
-        self.words = self.work / "words.safetensors"
+        self.vocabulary = self.work / "words.safetensors"
         self.state = self.work / "state.pt"
         self.record = self.work / "record.json"
         self.manifest = self.output / "manifest.json"
@@ -32,12 +32,16 @@ class Workplace:
 
 
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """JSON lines."""
+    """Write JSON lines, atomically."""
     write_whole(path, lambda file: file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines; raises `ConfigurationError` naming file and line."""
+    """Read JSON lines.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a line is not a JSON object; names file and line.
+    """
     rows = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

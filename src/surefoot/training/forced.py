@@ -1,10 +1,10 @@
-"""What a drafter would have proposed all along a known text, and the chance of every proposal.
+"""Teacher-forced drafting: the acceptance probability of a drafter's blocks at every position of a known text.
 
-Speculative decoding writes the target's own texts, whatever drafts for it. So a text can be written first and the drafter be
-asked afterwards: given the text, position k of a block whose earlier tokens were accepted is accepted with probability
-min(1, q(x) / p(x)) for the text's own token x, and text and acceptance together have the law of the real loop. One pass of
-the target over a text then tells about a block at every position of it, with chances in place of yes and no, and for any
-number of ways to draw. `visits` says which of these blocks the loop would have met.
+The law of text written by speculative decoding does not depend on the drafter. The text can therefore be generated first
+and the drafter evaluated on it: given the text, position k of a block whose earlier tokens were accepted is accepted with
+probability min(1, q(x) / p(x)), x being the token of the text; text and acceptance have the same joint law as in the real
+loop. One target pass over a text gives a block at every position, with acceptance probabilities instead of outcomes, for
+any number of ways to draw. `TextBlocks.visits` is the probability that the loop drafts at a block.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from surefoot.drafters.copying import Copier, fit_shares
 from surefoot.drafters.dspark import DSparkDrafter
 from surefoot.kernels.sampling import softmax_rows
 from surefoot.targets.target import Target
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 
 Floats = npt.NDArray[np.float64]
 SHARPNESS = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5)
 _BLOCK = 16
-_LARGEST = 2**26  # target probabilities that exist at a time: 0.25 GiB in float32
+_LARGEST = 2**26  # target probabilities held at a time: 0.25 GiB in float32
 
 
 @dataclass(frozen=True)
 class WrittenText:
-    """A text of the target's: a prompt, and what the target went on with at a temperature."""
+    """A prompt and the target's continuation of it, sampled at `temperature`."""
 
     tokens: tuple[int, ...]
     start: int  # tokens of the prompt
@@ -43,22 +43,22 @@ class WrittenText:
 
 @dataclass(frozen=True)
 class TextBlocks:
-    """N blocks along texts, those of one text together and in order; position k is judged after the text's own x_<k."""
+    """N blocks along texts, grouped by text and in order; position k is conditioned on the text's own x_<k."""
 
     text: npt.NDArray[np.int64]  # [N]
     temperature: Floats  # [N]
     logits: Floats  # [N, gamma] of the confidence head, uncalibrated
     signal: Floats  # [N, gamma]
-    chance: Floats  # [N, gamma, S] that the text's token is drafted and accepted, by sharpness; 0 after the text
-    overlap: Floats  # [N, gamma, S] sum of min(p, q): that chance before the token is known; 0 after the text
-    known: npt.NDArray[np.bool_]  # [N, gamma] whether the text reaches that far
+    chance: Floats  # [N, gamma, S] that the text's token is drafted and accepted, by sharpness; 0 past the text
+    overlap: Floats  # [N, gamma, S] sum of min(p, q): the same before the token is known; 0 past the text
+    known: npt.NDArray[np.bool_]  # [N, gamma] whether the text reaches the position
     own: Floats  # [N, gamma] the draft probability of the text's token at temperature 1 and sharpness 1
-    match: npt.NDArray[np.int64]  # [N, gamma] length of the match that names a copy in the draft vocabulary; 0: none
+    match: npt.NDArray[np.int64]  # [N, gamma] length of the match whose copy is in the draft vocabulary; 0: none
     copied: npt.NDArray[np.bool_]  # [N, gamma] whether the copy is the text's token
     sharpness: tuple[float, ...]  # [S]
 
     def visits(self, chance: Floats) -> Floats:
-        """[N] probability that the loop drafts at a block, if positions are accepted with `chance` [N, gamma]."""
+        """[N] probability that the loop drafts at a block, if positions are accepted with probability `chance` [N, gamma]."""
         gamma, found = chance.shape[1], np.zeros(len(self.text))
         for first, last in _runs(self.text):
             met = np.zeros(last - first + gamma + 1)
@@ -73,11 +73,11 @@ class TextBlocks:
         return found
 
     def shares(self) -> list[float]:
-        """How much of the draft distribution copies should have, by match length, if the drafter copied nothing so far."""
+        """Share of the draft distribution for copies, by match length, fitted on blocks drafted without copying."""
         return fit_shares(self.match[self.known], self.copied[self.known], self.own[self.known])
 
     def met(self, chance: Floats, generator: np.random.Generator) -> tuple[npt.NDArray[np.int64], ...]:
-        """One run of the loop: the blocks it drafts at, how many positions of each are accepted, and how many are known."""
+        """Simulate the loop once: indices of the blocks it drafts at, their accepted and their known positions, [M] each."""
         rows, accepted, known = [], [], self.known.sum(1)
         for first, last in _runs(self.text):
             row = first
@@ -89,29 +89,29 @@ class TextBlocks:
         return np.array(rows), np.array(accepted), known[rows]
 
     def reached(self, chance: Floats) -> Floats:
-        """[N, gamma] probability that the loop meets a block and accepts everything before a position; 0 if unknown."""
+        """[N, gamma] probability that the loop drafts at a block and accepts all positions before k; 0 if unknown."""
         return self.visits(chance)[:, None] * _before(chance) * self.known
 
 
 def choose_sharpness(blocks: TextBlocks) -> int:
-    """Index into `blocks.sharpness`: the longest expected accepted length at temperatures above 0, of a loop that draws all
-    positions this sharply. (One for each position gains nothing on other texts than it was chosen on.) As it is, 1, where
-    nothing was sampled.
+    """Index into `blocks.sharpness` with the longest expected accepted length at temperatures above 0.
+
+    One sharpness for all positions: one per position gains nothing on held-out texts. 1 if nothing was sampled.
     """
-    warm = blocks.temperature > 0
-    if not warm.any():
+    sampled = blocks.temperature > 0
+    if not sampled.any():
         return blocks.sharpness.index(1.0)
 
     def accepted_length(level: int) -> float:
         chance, overlap = blocks.chance[:, :, level], blocks.overlap[:, :, level]
-        visits = blocks.visits(chance) * warm * blocks.known.all(1)
+        visits = blocks.visits(chance) * sampled * blocks.known.all(1)
         return float((visits[:, None] * _before(chance) * overlap).sum() / max(visits.sum(), 1e-9))
 
     return max(range(len(blocks.sharpness)), key=accepted_length)
 
 
 def _before(chance: Floats) -> Floats:
-    """Probability that everything before a position is accepted: [N, gamma] -> [N, gamma]."""
+    """Probability that all positions before k are accepted: [N, gamma] -> [N, gamma]."""
     padded: Floats = np.pad(chance, ((0, 0), (1, 0)), constant_values=1.0)
     return np.cumprod(padded, 1, dtype=np.float64)[:, :-1]
 
@@ -122,7 +122,7 @@ def _runs(text: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 class _Follower:
-    """A sampler that draws the text's own tokens, and notes what drawing for oneself would have been worth."""
+    """A sampler that draws the text's own tokens and records their acceptance probability under free drawing."""
 
     def __init__(
         self, tokens: Tensor, columns: Tensor, probs: Tensor, temperature: Tensor, sharpness: Sequence[float]
@@ -130,8 +130,8 @@ class _Follower:
         """
         Args:
             tokens: [R, gamma] of the text.
-            columns: [R, gamma] their columns in the draft vocabulary; -1 where it has no such token.
-            probs: [R, gamma, V_draft] of the target, for the draft vocabulary.
+            columns: [R, gamma] their draft ids; -1 outside the draft vocabulary.
+            probs: [R, gamma, V_draft] of the target, over the draft vocabulary.
             temperature: [R].
         """
         self.tokens, self.probs, self.temperature, self.sharpness = tokens, probs, temperature, sharpness
@@ -144,7 +144,7 @@ class _Follower:
         return self.temperature
 
     def only(self, rows: Tensor) -> None:
-        raise AssertionError("every text is followed")
+        raise AssertionError("all rows draft here")
 
     def draw(self, k: int, logits: Tensor, sharpness: Tensor | None = None) -> Tensor:
         p, column = self.probs[:, k - 1], self.columns[:, k - 1].unsqueeze(1)
@@ -165,23 +165,23 @@ def follow(
     target: Target,
     drafter: DSparkDrafter,
     texts: Sequence[WrittenText],
-    progress: Progress,
+    progress: StageProgress,
     *,
     sharpness: Sequence[float] = SHARPNESS,
     span: tuple[float, float] = (0.0, 1.0),
 ) -> TextBlocks:
-    """Ask the drafter at every emitted token of every text but the last.
+    """Draft a block at every emitted token of every text except the last token.
 
     Args:
-        drafter: bound to `target`, with a confidence head. Of how it draws, only copying counts; draws are judged at each
-            `sharpness`.
-        texts: of at least two emitted tokens each.
-        span: which part of `progress` this is.
+        drafter: bound to `target`, with a confidence head. Its copying is applied; its own sharpness is not, each of
+            `sharpness` is evaluated instead.
+        texts: each with at least two emitted tokens.
+        span: part of `progress` that this call covers.
     """
     longest = max(len(text.tokens) for text in texts)
-    size = target.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
+    vocabulary = target.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
     emitted = max(len(text.tokens) - text.start for text in texts)
-    rows = max(1, min(16, _LARGEST // (size * (emitted + drafter.gamma)), len(texts)))
+    rows = max(1, min(16, _LARGEST // (vocabulary * (emitted + drafter.gamma)), len(texts)))
     reader = _Reader(target, drafter, rows, longest + drafter.block_slots, sharpness)
     found: list[dict[str, npt.NDArray[np.generic]]] = []
     order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens) - texts[i].start)
@@ -195,7 +195,7 @@ def follow(
 
 
 class _Reader:
-    """Texts in the state slots of a cache of their own."""
+    """Reads texts in the state slots of its own cache."""
 
     def __init__(
         self, target: Target, drafter: DSparkDrafter, rows: int, length: int, sharpness: Sequence[float]
@@ -206,16 +206,16 @@ class _Reader:
             target.layers, drafter.cache_layers, num_blocks=1 + rows * per_row, block_size=_BLOCK, max_num_seqs=rows,
             max_model_len=per_row * _BLOCK, dtype=target.dtype, device=device,
         )  # fmt: skip
-        for table in self.cache.block_tables:  # every slot owns its blocks for good; block 0 is scratch
+        for table in self.cache.block_tables:  # fixed blocks per slot; block 0 is the scratch block
             table.copy_(1 + torch.arange(rows * per_row, dtype=torch.int32, device=device).view(rows, per_row))
         self.history = torch.zeros(rows, per_row * _BLOCK, dtype=torch.int64, device=device)
 
     def _rows(self, slots: Tensor, positions: Tensor, logit_rows: Tensor) -> FlatBatch:
-        """Rows of slots, ascending; those of one slot together."""
+        """Batch of rows in ascending order of slots."""
         return FlatBatch.of_rows(self.cache, self.history[slots, positions], positions, slots, logit_rows)
 
     def read(self, texts: list[WrittenText], numbers: list[int]) -> list[dict[str, npt.NDArray[np.generic]]]:
-        """The blocks of each text, by the fields of `TextBlocks`."""
+        """Blocks of each text, keyed by the fields of `TextBlocks`."""
         gamma, device, vocabulary = self.drafter.gamma, self.target.device, self.drafter.vocabulary
         blocks_of = [
             len(text.tokens) - text.start - 1 for text in texts
@@ -223,13 +223,13 @@ class _Reader:
         features, probs = [], []
         self.history.zero_()
         for slot, text in enumerate(texts):
-            count = len(text.tokens) - 1  # the last token is nobody's anchor
+            count = len(text.tokens) - 1  # the last token is no anchor
             self.history[slot, : count + 1] = torch.tensor(text.tokens, device=device)
             positions = torch.arange(count, device=device)
             batch = self._rows(torch.full_like(positions, slot), positions, positions[text.start :])
             output = self.target.forward(batch, self.cache, self.drafter.feature_layers)
             assert output.features is not None
-            self.drafter.extend(output.features, batch, self.cache)  # blocks overwrite what lies after their anchor
+            self.drafter.extend(output.features, batch, self.cache)  # blocks overwrite the slots after their anchor
             features.append(output.features)
             temperature = torch.full((blocks_of[slot],), text.temperature, device=device)
             p = softmax_rows(output.logits, temperature)

@@ -1,12 +1,12 @@
-"""The three-term loss (design.md section 4; DSpark paper, section 3), fused over the vocabulary.
+"""The three-term loss of the DSpark paper (section 3; docs/concepts.md), fused over the vocabulary.
 
 Per position, with q the draft distribution and p the target's, both over the draft vocabulary:
 
     0.1 CE(p, q) + 0.9 TV(p, q) + BCE(confidence, 1 - TV)
 
-p misses the mass o that the target puts on words the drafter cannot say. q is exactly zero there, so that mass counts
-fully: TV = (sum |q - p| + o) / 2, and 1 - TV = sum min(p, q) is the true probability of acceptance. CE is taken over the
-whole of p instead of one word drawn from it: the same expectation, less noise.
+p lacks the mass o that the target puts on tokens outside the draft vocabulary. q is exactly zero there, so that mass
+counts fully: TV = (sum |q - p| + o) / 2, and 1 - TV = sum min(p, q) is the true probability of acceptance. CE is taken over
+all of p instead of one token drawn from it: the same expectation with less noise.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from torch import Tensor
 
 CE, TV, CONFIDENCE = 0.1, 0.9, 1.0
 _CHUNK = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""Logits computed at a time. CPU: 16 MiB in float32, small enough for a last-level cache, large enough for the products;
-CUDA: 1 GiB, few launches."""
+"""Logits per chunk. CPU: 16 MiB in float32, which fits a last-level cache and keeps the products efficient;
+CUDA: 1 GiB, for few launches."""
 
 
 @dataclass(frozen=True)
 class BlockScores:
-    """What the loss found out about R positions."""
+    """Loss and acceptance of R positions."""
 
     loss: Tensor  # scalar, CE and TV terms, weighted sum
     acceptance: Tensor  # [R] float32, 1 - TV, detached
-    agrees: (
-        Tensor | None
-    )  # [R] bool, q and p have their argmax over the draft vocabulary in common: accepted at temperature 0
+    agrees: Tensor | None
+    """[R] bool: q and p have the same argmax over the draft vocabulary, so the token is accepted at temperature 0."""
 
 
 def vocabulary_loss(
@@ -53,17 +52,17 @@ def vocabulary_loss(
 ) -> BlockScores:
     """CE and TV of R positions whose logits are `hidden @ head.T (+ latent @ markov.T)`.
 
-    Logits exist for a chunk of positions at a time; gradients are formed there and then, so nothing of size R x V is
-    ever held or computed twice.
+    Logits are held for one chunk of positions at a time and gradients are computed in the forward pass, so nothing of size
+    R x V is stored or computed twice.
 
     Args:
         hidden: [R, d]; head: [V, d], frozen or not.
         latent: [R, r] and markov: [V, r], or None without a sequential head.
-        labels: [M, V] target probabilities; label_rows: [R] int64 which of them belongs to a position.
+        labels: [M, V] target probabilities; label_rows: [R] int64 row of `labels` for each position.
         weight: [R] float32.
         softcap: c of c tanh(u / c) on the first product.
         dtype: of the products; everything else is float32 (float64 for float64 inputs).
-        compare: whether to look for `agrees`, which training has no use for.
+        compare: whether to compute `agrees`; training does not need it.
     """
     loss, acceptance, agrees = _VocabularyLoss.apply(
         hidden, head, latent, markov, labels, label_rows, weight, softcap, dtype, compare
@@ -104,10 +103,10 @@ class _VocabularyLoss(torch.autograd.Function):
             part = slice(first, first + size)
             h, e = hidden[part].to(products), None if latent is None else latent[part].to(products)
             logits = (h @ head_.T).to(work)
-            bend = None
+            derivative = None
             if softcap is not None:
                 squashed = torch.tanh(logits / softcap)
-                bend = 1 - squashed.square()
+                derivative = 1 - squashed.square()
                 logits = squashed * softcap
             if e is not None and markov_ is not None:
                 logits += e @ markov_.T
@@ -119,8 +118,8 @@ class _VocabularyLoss(torch.autograd.Function):
             if markov_ is not None and e is not None:
                 _add(grads, 2, part, slope.to(products), markov_)
                 _add_weights(grads, 3, slope.to(products), e)
-            if bend is not None:
-                slope = slope * bend
+            if derivative is not None:
+                slope = slope * derivative
             _add(grads, 0, part, slope.to(products), head_)
             _add_weights(grads, 1, slope.to(products), h)
         ctx.save_for_backward(*grads)
@@ -139,19 +138,19 @@ class _VocabularyLoss(torch.autograd.Function):
 
 @functools.cache
 def _compiled_chunk() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """`_chunk` with its fifteen passes over the logits fused: on a GPU they would take longer than the products."""
+    """`_chunk` compiled: its fifteen passes over the logits, fused. On a GPU they would take longer than the products."""
     compiled = torch.compile(_chunk, dynamic=True)  # the last chunk of a batch is shorter
     try:
         ones = torch.ones(2, 8, device="cuda")
         compiled(ones.clone(), ones / 8, ones[:, :1])
-    except Exception as error:  # no compiler, or a version of Triton that does not fit: many kinds of error
+    except Exception as error:  # no compiler, or an incompatible Triton: many kinds of error
         warnings.warn(f"the loss runs uncompiled, slower: {type(error).__name__}: {error}", stacklevel=2)
         return _chunk
     return compiled
 
 
 def _chunk(logits: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, acceptance [c] and d loss / d logits [c, V] of one chunk; `logits` and `p` are used up.
+    """Loss, acceptance [c] and d loss / d logits [c, V] of one chunk; `logits` and `p` are overwritten.
 
     With P = sum p and g = sign(q - p) / 2:  d CE = P q - p,  d TV = q (g - sum g q).
     """

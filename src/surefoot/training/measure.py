@@ -1,4 +1,4 @@
-"""Real speculative decoding with full windows, watched: what the drafter proposed, and what became of it."""
+"""Measures a drafter by speculative decoding at full width: records proposed blocks and their outcomes, fits calibrations."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ from surefoot.speculation.calibration_fit import fit_temperatures, fit_weights
 from surefoot.speculation.calibration_quality import Outcomes, PositionQuality, quality_by_position
 from surefoot.targets.target import Target
 from surefoot.training.forced import WrittenText, choose_sharpness, follow
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 
-COPYING_TEXTS = 48  # about so many texts tell how far copies are to be trusted
-WRITING = 0.35  # share of a calibration's time that goes into the texts
+COPYING_TEXTS = 48  # number of texts, about, that the copying shares are fitted to
+WRITING = 0.35  # share of a calibration's time spent on generating texts
 
 
 def set_threads(threads: int | None) -> None:
-    """Use this many CPU threads; None leaves torch's choice."""
+    """Set the number of CPU threads; None keeps torch's choice.
+
+    Raises:
+        ConfigurationError: `threads` is below 1.
+    """
     if threads is None:
         return
     if threads < 1:
@@ -60,10 +64,10 @@ def serving_target(
 def speculation_engine(
     target: Target, drafter: Path, *, batch: int, max_model_len: int, calibration: Path | None = None
 ) -> Engine:
-    """An engine that verifies every block whole, whatever its confidences.
+    """An engine that verifies every block at full width, whatever its confidences.
 
     Args:
-        calibration: by which the drafter draws; None: the one beside it, if any.
+        calibration: file whose sharpness and copying the drafter uses; None: the one in its directory, if any.
     """
     gamma = describe_checkpoint(drafter).gamma
     options = EngineOptions(
@@ -85,7 +89,7 @@ class VerifiedBlocks:
 
     gamma: int
     accepted: list[int] = field(default_factory=list)  # [N]
-    verified: list[int] = field(default_factory=list)  # [N] less than gamma only at the end of a text
+    verified: list[int] = field(default_factory=list)  # [N] below gamma only at the end of a text
     temperature: list[float] = field(default_factory=list)  # [N]
     logits: list[list[float]] = field(default_factory=list)  # [N, gamma] of the confidence head; empty without one
     signal: list[list[float]] = field(default_factory=list)  # [N, gamma]; empty without a head
@@ -95,7 +99,7 @@ class VerifiedBlocks:
             getattr(self, name).extend(getattr(other, name))
 
     def at(self, temperature: float) -> VerifiedBlocks:
-        """Those of requests sampled at this temperature."""
+        """The blocks of requests sampled at this temperature."""
         kept = [i for i, t in enumerate(self.temperature) if t == temperature]
         lists = {
             name: [values[i] for i in kept] if (values := getattr(self, name)) else []
@@ -104,14 +108,14 @@ class VerifiedBlocks:
         return VerifiedBlocks(self.gamma, **lists)
 
     def survival(self, calibration: Calibration) -> npt.NDArray[np.float64]:
-        """[N, gamma] as `calibration` predicts it."""
+        """[N, gamma] survival as predicted by `calibration`."""
         shape = (-1, self.gamma)
         return calibration.survival(
             np.reshape(self.logits, shape), np.reshape(self.signal, shape), np.array(self.temperature)
         )
 
     def quality(self, calibration: Calibration) -> list[PositionQuality]:
-        """Of that, position by position."""
+        """[gamma] quality of that prediction by position."""
         return quality_by_position(self.survival(calibration), self.outcomes)
 
     @property
@@ -123,12 +127,12 @@ class VerifiedBlocks:
 
     @property
     def accepted_length(self) -> float:
-        """Mean accepted draft tokens of the blocks that were verified whole; NaN without one."""
+        """Mean accepted draft tokens of the blocks verified at full width; NaN without one."""
         whole = [a for a, v in zip(self.accepted, self.verified, strict=True) if v == self.gamma]
         return float(np.mean(whole)) if whole else float("nan")
 
     def conditional(self) -> tuple[list[float], list[int]]:
-        """Acceptance of position k given that k - 1 was accepted, and how often that was seen: [gamma], [gamma]."""
+        """Acceptance of position k given that k - 1 was accepted, and the number of blocks that reached k: [gamma], [gamma]."""
         accepted, verified = np.array(self.accepted), np.array(self.verified)
         rates, counts = [], []
         for k in range(1, self.gamma + 1):
@@ -139,7 +143,7 @@ class VerifiedBlocks:
 
 
 def note_blocks(report: StepReport, temperature: float, blocks_of: Callable[[str], VerifiedBlocks]) -> None:
-    """Keep what became of the blocks of one step; `blocks_of` says where those of a request belong."""
+    """Record the blocks of one step and their outcomes; `blocks_of` maps a request id to the record to extend."""
     outputs = report.outputs
     logits, signal = (
         None if value is None else value.tolist() for value in (outputs.evidence.logits, outputs.evidence.signal)
@@ -160,7 +164,7 @@ def watch(
     engine: Engine,
     prompts: Mapping[str, Sequence[Sequence[int]]],
     params: SamplingParams,
-    progress: Progress,
+    progress: StageProgress,
     *,
     span: tuple[float, float] = (0.0, 1.0),
     texts: list[WrittenText] | None = None,
@@ -169,9 +173,9 @@ def watch(
 
     Args:
         prompts: token ids by workload.
-        params: of all; each request gets a seed of its own.
-        span: which part of `progress` this is.
-        texts: gets what was written.
+        params: of all requests; each gets its own seed.
+        span: part of `progress` that this call covers.
+        texts: list to which the generated texts are appended.
     """
     found = {workload: VerifiedBlocks(engine.gamma) for workload in prompts}
     owner: dict[str, str] = {}
@@ -208,7 +212,7 @@ def calibrate(
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],
     max_tokens: int,
-    progress: Progress,
+    progress: StageProgress,
     *,
     dataset: str,
 ) -> tuple[Calibration, dict[str, object]]:
@@ -240,19 +244,25 @@ def calibrate(
 
 
 def fit_calibration(
-    target: Target, drafter: DSparkDrafter, texts: Sequence[WrittenText], progress: Progress, *, dataset: str, name: str
+    target: Target,
+    drafter: DSparkDrafter,
+    texts: Sequence[WrittenText],
+    progress: StageProgress,
+    *,
+    dataset: str,
+    name: str,
 ) -> tuple[Calibration, VerifiedBlocks]:
-    """Everything there is to fit, from what `drafter` says along `texts`.
+    """Fit copying, sharpness and confidences from the blocks `drafter` proposes along `texts`.
 
-    Copying comes first, because all else depends on it, from some of the texts; then sharpness, then confidences.
+    Copying is fitted first, on a part of the texts, because the others depend on it; then sharpness, then confidences.
 
     Args:
-        drafter: bound to `target`, with a head; it draws without a calibration afterwards.
-        name: what the calibration is for.
+        drafter: bound to `target`, with a confidence head; afterwards it draws without a calibration.
+        name: the drafter's name in the calibration's provenance.
 
     Returns:
-        The calibration, whose provenance carries the calibration error of the survival before and after; and the blocks that
-        is measured on: those which a loop that draws as calibrated meets along the texts.
+        The calibration, whose provenance holds the calibration error of the survival before and after; and the blocks it is
+        measured on: those that a loop which draws as calibrated drafts along the texts.
 
     Raises:
         CalibrationError: no text of two tokens.
@@ -286,7 +296,7 @@ def fit_calibration(
 
 
 def describe_blocks(blocks: VerifiedBlocks, calibration: Calibration | None) -> dict[str, object]:
-    """Every figure of one workload at one temperature, JSON-ready (NaN where nothing was seen is None)."""
+    """All figures of one workload at one temperature, ready for JSON (None where nothing was observed)."""
     rates, counts = blocks.conditional()
     length = blocks.accepted_length
     figures: dict[str, object] = {
@@ -307,7 +317,7 @@ def describe_blocks(blocks: VerifiedBlocks, calibration: Calibration | None) -> 
 
 
 def arms_of(blocks: VerifiedBlocks, calibration: Calibration | None) -> dict[str, Calibration]:
-    """What confidences are judged by: "before" calibration and, with one, "after"."""
+    """The calibrations to compare: "before" (the identity) and, if there is one, "after"."""
     before = {"before": Calibration.identity(blocks.gamma)}
     return before if calibration is None else {**before, "after": calibration}
 

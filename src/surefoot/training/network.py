@@ -1,4 +1,4 @@
-"""The drafter as training runs it: many blocks of a row share the keys and values of its context."""
+"""Training forward pass of the drafter: all blocks of a row share the keys and values of its context."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from surefoot.training.loss import CONFIDENCE, confidence_loss, vocabulary_loss
 def block_hidden(model: DSparkModel, batch: Batch) -> Tensor:
     """Hidden states of all blocks of a batch, [N, A, block_size, d].
 
-    The same numbers as a dense pass with a mask over the whole row, in two smaller products per layer: every slot against
-    the context of its row, and every block against itself. Dense masks would let blocks look at each other in vain.
+    Equal to a dense pass with a mask over the whole row, computed as two smaller products per layer: every slot against
+    the context of its row, and every block against itself. A dense mask would also compute scores between blocks.
     """
     config = model.config
     size, groups = config.block_size, config.num_attention_heads // config.num_key_value_heads
@@ -29,7 +29,7 @@ def block_hidden(model: DSparkModel, batch: Batch) -> Tensor:
         layer, window = model.layers[index], config.window(index)
         past_key, past_value = layer.self_attn.key_value(context, rotations[layer.layer_type])  # [N, C, Hkv, D]
         count, slots = query.shape[:2]
-        # [N, Hkv, A, G * block, D]: the slots of a block and the query heads of a key head side by side.
+        # [N, Hkv, A, G * block, D]: slots of a block and query heads of a key head in one dimension.
         heads = query.view(count, -1, size, config.num_key_value_heads, groups, config.head_dim)
         heads = heads.permute(0, 3, 1, 4, 2, 5).flatten(3, 4) * config.scaling
         own_key, own_value = (t.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4) for t in (key, value))
@@ -62,9 +62,9 @@ class Measured:
 
 
 class DraftLoss(nn.Module):
-    """Batch in, weighted sum of the loss out: what DistributedDataParallel wraps.
+    """Maps a batch to the weighted sum of the loss; the module that DistributedDataParallel wraps.
 
-    `markov_w1` of the model is indexed by the words seen (`Batch.previous`), not by target ids.
+    `markov_w1` of the model is indexed by `Batch.previous` (tokens seen), not by target ids.
     """
 
     head: Tensor
@@ -73,7 +73,7 @@ class DraftLoss(nn.Module):
         """
         Args:
             head: [V_draft, d_target] float32, frozen.
-            dtype: of the products: bfloat16 where the device is faster in it.
+            dtype: of the products.
         """
         super().__init__()
         self.model, self.dtype = model, dtype
@@ -96,12 +96,12 @@ class DraftLoss(nn.Module):
                 else:
                     latent = markov.latents(embedded, hidden)
             confidence = None
-            if model.confidence_head is not None:  # it learns from the backbone; the backbone must not bend to it
+            if model.confidence_head is not None:  # its inputs are detached: it must not train the backbone
                 read = embedded.detach() if embedded is not None and config.confidence_head_with_markov else None
                 confidence = model.confidence_head(hidden.detach(), read)
         weight = batch.weight.flatten()
-        # A narrower drafter reaches the head through `head_proj`; folding that into the head once per batch leaves
-        # products of its own width per position.
+        # A narrower drafter reaches the head through `head_proj`. Folded into the head once per batch, the products per
+        # position have the drafter's width.
         head = self.head if model.head_proj is None else self.head @ model.head_proj.weight
         scores = vocabulary_loss(
             hidden.flatten(0, 1),

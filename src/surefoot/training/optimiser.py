@@ -1,4 +1,4 @@
-"""Optimisers, learning rate, running average, and which number format multiplies fastest here."""
+"""Optimisers, learning rate, running average of the weights, and the precision of the products."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FASTER = 1.2  # bfloat16 must be this much faster to be worth its rounding
 def make_optimisers(model: nn.Module, options: TrainingOptions) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the hidden matrices of backbone and projections and AdamW for the rest.
 
-    Muon orthogonalises the update of a matrix; its step is scaled to the size of AdamW's, so that both take the same
-    learning rate. Embedding tables, the heads' outputs and vectors are no maps between hidden spaces: AdamW.
+    Muon orthogonalises the update of a matrix; its step is scaled to the size of AdamW's, so that both use the same
+    learning rate. Embedding tables, head outputs and vectors do not map between hidden spaces and use AdamW.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     hidden: list[nn.Parameter] = []
@@ -48,7 +48,7 @@ def make_optimisers(model: nn.Module, options: TrainingOptions) -> list[torch.op
 
 
 def learning_rate(done: float, options: TrainingOptions) -> float:
-    """At the share `done` of all anchors: linear warm-up, then a cosine down to a twentieth."""
+    """Learning rate at the share `done` of all anchors: linear warm-up, then a cosine down to a twentieth."""
     if done < options.warmup:
         return options.lr * (done + 1e-3) / (options.warmup + 1e-3)
     rest = min(1.0, (done - options.warmup) / max(1e-9, 1 - options.warmup))
@@ -57,16 +57,19 @@ def learning_rate(done: float, options: TrainingOptions) -> float:
 
 @torch.no_grad()
 def update_average(average: Iterable[Tensor], parameters: Iterable[Tensor], decay: float, step: int) -> None:
-    """Exponential running average, in place; short at first, so that the start is soon forgotten."""
+    """Update an exponential running average in place; its window is short at first, so that the initial weights fade."""
     decay = min(decay, (1 + step) / (10 + step))
     for kept, parameter in zip(average, parameters, strict=True):
         kept.lerp_(parameter, 1 - decay)
 
 
 def choose_precision(wanted: str, device: torch.device) -> torch.dtype:
-    """Of the products: as wanted, or whichever of float32 and bfloat16 is faster on this device.
+    """Dtype of the products: as given, or for "auto" the faster of float32 and bfloat16 on this device.
 
-    On a CPU without bf16 units bfloat16 products are many times slower; a short measurement tells.
+    On a CPU without bfloat16 instructions such products are many times slower, so a CPU is measured briefly.
+
+    Raises:
+        ConfigurationError: `wanted` is none of auto, float32, bfloat16.
     """
     if wanted in ("float32", "bfloat16"):
         return getattr(torch, wanted)

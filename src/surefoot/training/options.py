@@ -1,4 +1,4 @@
-"""Everything that determines a training run, in one place; the manifest stores it word for word."""
+"""All options that determine a training run; the manifest stores them unchanged."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ STORAGES = ("native", "int8")
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """What the drafter will be; with `--init` it is what that drafter is."""
+    """Shape of the drafter to train; with `--init` that drafter's shape is used instead."""
 
     layers: int = 2
     gamma: int = 5
     head: str = "vanilla"  # none: DFlash, without sequential and confidence head
     rank: int = 128
-    vocab: int = 16_384  # words it can propose; at least the target's: all of them
+    vocab: int = 16_384  # size of the draft vocabulary; the target's size or more: all of the target's tokens
     hidden_size: int | None = None  # None: the target's width
-    inner: int | None = None  # width of the feed-forward; None: the target's, in proportion for a narrower drafter
-    features: tuple[int, ...] = ()  # target layers it reads; empty: three, from low to high
+    inner: int | None = None  # feed-forward width; None: the target's, scaled down for a narrower drafter
+    features: tuple[int, ...] = ()  # indices of the target layers it reads; empty: three, evenly spaced
     storage: str = "native"
 
     def __post_init__(self) -> None:
@@ -42,17 +42,17 @@ class DrafterShape:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which text is trained on."""
+    """Training text."""
 
     sources: tuple[str, ...] = ("builtin",)
-    exclude: tuple[str, ...] = ()  # evaluation prompts: whatever shares a run of words with them is dropped
+    exclude: tuple[str, ...] = ()  # evaluation prompts: prompts that share 13 words in a row with them are dropped
     max_prompts: int = 20_000
-    own_prompts: int = 8_000  # tries of the source `self`, where the target makes up prompts
+    own_prompts: int = 8_000  # attempts of the source `self` (prompts written by the target)
     held_out: float = 0.03  # share of the prompts kept for validation and calibration
     temperatures: tuple[float, ...] = (0.0, 1.0)  # of the regenerated text, in turn
     max_prompt: int = 256  # tokens; longer prompts keep their end
     max_new: int = 192  # tokens regenerated per prompt
-    read_tokens: int = 0  # of text that exists already, trained on as it is (no generation)
+    read_tokens: int = 0  # tokens of existing text used without generation
     batch: int = 64  # requests the engine runs at once
     seed: int = 0
 
@@ -74,20 +74,22 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How it is trained. A batch is `batch_rows` rows of `row_tokens` packed tokens with `row_anchors` blocks each."""
+    """Optimisation. A batch is `batch_rows` rows of `row_tokens` packed tokens with `row_anchors` blocks each."""
 
     lr: float = 6e-4
     optimizer: str = "adamw"
     weight_decay: float = 0.01
     warmup: float = 0.03  # share of the anchors
     clip: float = 1.0  # largest gradient norm
-    position_decay: float = 4.0  # block position k weighs exp(-(k - 1) / position_decay)
+    position_decay: float = 4.0  # weight of block position k: exp(-(k - 1) / position_decay)
     row_tokens: int = 512
     row_anchors: int = 192
     batch_rows: int = 4
     accumulate: int = 1  # micro-batches per step
-    reuse: int = 4  # times a row is trained on, with fresh anchors, per target pass
-    held_batches: int = 8  # batches whose features and labels are in memory (32 KiB a token with 16k words)
+    reuse: int = 4  # uses of a row per target pass, each with new anchors
+    held_batches: int = (
+        8  # batches in memory with features and labels (32 KiB of labels per token with 16k draft tokens)
+    )
     average: float = 0.0  # decay of the running average of the weights; 0: none
     precision: str = "auto"
     seed: int = 0
@@ -115,7 +117,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class Budget:
-    """When to stop: `minutes` for the whole command, or exact amounts. Not part of what may not change on resume."""
+    """When to stop: `minutes` for the whole command, or a number of anchors. May change when a run is resumed."""
 
     minutes: float | None = None
     anchors: int | None = None
@@ -128,7 +130,7 @@ class Budget:
 
 
 def as_dict(options: Any) -> dict[str, Any]:
-    """JSON-ready; tuples become lists."""
+    """Options as a dictionary ready for JSON; tuples become lists."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(options).items()}
 
 

@@ -1,4 +1,4 @@
-"""`surefoot train`: the stages in order, each resumable, and the manifest of what determined the result."""
+"""The stages of `surefoot train`, each resumable, and the manifest of everything that determines the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from surefoot.training.files import Workplace, file_digest, read_lines
 from surefoot.training.initial import TargetTraits, draft_config, initial_model, read_traits
 from surefoot.training.measure import calibrate, speculation_engine
 from surefoot.training.options import Budget, DataOptions, DrafterShape, TrainingOptions, as_dict, require_same
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 from surefoot.training.prompts import SELF, Prompt, collect_prompts
 from surefoot.training.regenerate import bulk, bulk_sampler, generation_engine, read_existing, regenerate
 from surefoot.training.selfmade import make_up
@@ -40,34 +40,34 @@ from surefoot.version import __version__
 
 STAGES = ("prompts", "regenerate", "features", "train", "calibrate", "evaluate")
 REGENERATION_SHARE, MEASURING_SHARE = 0.4, 0.1
-"""Of a budget in minutes: at most this much goes into generation, and about this much is left for the last two stages."""
+"""Shares of a budget in minutes: the maximum for generation, and about what is reserved for the last two stages."""
 CALIBRATION_PROMPTS, EVALUATION_PROMPTS = 128, 48
 
 
 @dataclass(frozen=True)
-class Run:
-    """What `surefoot train` was asked for."""
+class TrainingRun:
+    """Options of a `surefoot train` command."""
 
     shape: DrafterShape
     data: DataOptions
     training: TrainingOptions
     budget: Budget
     init: str | None = None
-    evaluate_on: str | None = None  # prompts of the last stage; None: some of those held out
+    evaluate_on: str | None = None  # prompts of the last stage; None: held-out prompts
     layout: Layout = "deepspec"
 
 
 class Pipeline:
-    """The stages over one target and one workplace."""
+    """The stages for one target and one workplace."""
 
     def __init__(
-        self, target: Target, traits: TargetTraits, run: Run, output: str | Path, *, show: bool = True
+        self, target: Target, traits: TargetTraits, run: TrainingRun, output: str | Path, *, show: bool = True
     ) -> None:
         """
         Args:
             target: may be packed for serving already.
-            traits: from before that, `read_traits(target, run.shape.layers)`.
-            show: progress on standard error.
+            traits: `read_traits(target, run.shape.layers)`, taken before packing.
+            show: whether to show progress on standard error.
         """
         self.target, self.traits, self.wanted = target, traits, run
         self.place, self.ranks = Workplace(output), Ranks.current()
@@ -80,7 +80,7 @@ class Pipeline:
     # -- order -------------------------------------------------------------------------------------------------------------
 
     def run(self, stages: Sequence[str] = STAGES) -> dict[str, Any]:
-        """Run `stages` in order; without naming any, those that are done are skipped. Returns the record of all."""
+        """Run `stages` in order and return the record of all. If all stages are requested, finished ones are skipped."""
         if unknown := [stage for stage in stages if stage not in STAGES]:
             raise ConfigurationError(f"stage {unknown[0]!r}: allowed are {', '.join(STAGES)}")
         everything = tuple(stages) == STAGES
@@ -88,7 +88,7 @@ class Pipeline:
             if stage not in stages or (everything and self._is_done(stage)):
                 continue
             started = time.monotonic()
-            with Progress(stage, self.show) as progress:
+            with StageProgress(stage, self.show) as progress:
                 found = getattr(self, f"_{stage}")(progress)
             self._wait()
             if self.ranks.first:
@@ -124,7 +124,7 @@ class Pipeline:
 
     # -- stages ------------------------------------------------------------------------------------------------------------
 
-    def _prompts(self, progress: Progress) -> dict[str, Any]:
+    def _prompts(self, progress: StageProgress) -> dict[str, Any]:
         if not self.ranks.first:
             return {}
         data = self.wanted.data
@@ -137,7 +137,7 @@ class Pipeline:
         progress.update(1.0, f"{counts['prompts']} prompts, {counts['held_out']} held out")
         return {**counts, "data": as_dict(data)}
 
-    def _regenerate(self, progress: Progress) -> dict[str, Any]:
+    def _regenerate(self, progress: StageProgress) -> dict[str, Any]:
         data, place = self.wanted.data, self.place
         if not place.prompts.exists():
             raise ConfigurationError(f"no prompts in {place.work}: run the stage 'prompts' first, or leave --stage out")
@@ -146,7 +146,7 @@ class Pipeline:
             write_shard(place.read, documents)
         source = bulk_sampler(self.target, data) if bulk(self.target) else generation_engine(self.target, data)
         share = (self.ranks.rank, self.ranks.count)
-        # The held-out part comes first: whatever time runs out, calibration has its prompts.
+        # The held-out part is first, so that calibration has its prompts even when the time runs out.
         regenerate(
             source, place.held_out_prompts, place.held_out, data, progress, share=share, deadline=self._deadline(0.5)
         )
@@ -162,47 +162,47 @@ class Pipeline:
     def _corpora(self) -> tuple[Corpus, Corpus]:
         return Corpus.load(self.place.regenerated, self.place.read), Corpus.load(self.place.held_out)
 
-    def _features(self, progress: Progress) -> dict[str, Any]:
+    def _features(self, progress: StageProgress) -> dict[str, Any]:
         if not self.ranks.first:
             return {}
         corpus, held_out = self._corpora()
         corpus.require_documents("text")
         size = self.wanted.shape.vocab
-        words, counts = choose_vocabulary(
+        vocabulary, counts = choose_vocabulary(
             corpus, held_out, self.target.vocab_size, size, sorted(self.target.eos_token_ids)
         )
-        data = {"seen": words.seen}
-        if words.vocabulary is not None:
-            data["vocabulary"] = words.vocabulary
-        write_whole(self.place.words, lambda file: save_file(data, file))
-        progress.update(1.0, f"{counts['words']} words cover {counts['held_out_coverage']:.2%} of held-out text")
+        data = {"seen": vocabulary.seen}
+        if vocabulary.draft is not None:
+            data["vocabulary"] = vocabulary.draft
+        write_whole(self.place.vocabulary, lambda file: save_file(data, file))
+        progress.update(1.0, f"{counts['words']} tokens cover {counts['held_out_coverage']:.2%} of held-out text")
         return {**counts, "held_out_tokens": held_out.num_tokens}
 
-    def _words(self) -> TrainingVocabulary:
-        if not self.place.words.exists():
+    def _vocabulary(self) -> TrainingVocabulary:
+        if not self.place.vocabulary.exists():
             raise ConfigurationError(
-                f"no words in {self.place.work}: run the stage 'features' first, or leave --stage out"
+                f"no draft vocabulary in {self.place.work}: run the stage 'features' first, or leave --stage out"
             )
-        data = load_file(self.place.words)
+        data = load_file(self.place.vocabulary)
         return TrainingVocabulary(data.get("vocabulary"), data["seen"])
 
     def trainer(self) -> Trainer:
         """The trainer of this run, at its last checkpoint."""
         corpus, held_out = self._corpora()
-        words, run = self._words(), self.wanted
+        vocabulary, run = self._vocabulary(), self.wanted
         if run.init is None:
-            config = draft_config(self.target, self.traits, run.shape, words, mask_token(self.target))
-            model = initial_model(self.target, self.traits, config, words, run.training.seed)
+            config = draft_config(self.target, self.traits, run.shape, vocabulary, mask_token(self.target))
+            model = initial_model(self.target, self.traits, config, vocabulary, run.training.seed)
         else:
             model = self._from_drafter(run.init)
-            words = TrainingVocabulary(model.vocabulary, words.seen)
-        trainer = Trainer(self.target, model, words, corpus, held_out, run.training)
+            vocabulary = TrainingVocabulary(model.vocabulary, vocabulary.seen)
+        trainer = Trainer(self.target, model, vocabulary, corpus, held_out, run.training)
         if self.place.state.exists():
             trainer.load_state(self.place.state)
         return trainer
 
     def _from_drafter(self, name: str) -> DSparkModel:
-        """The weights to fine-tune. They say what the drafter is; the shape options have no say."""
+        """The weights to fine-tune; the shape options are ignored."""
         drafter = load_drafter(name, dtype=torch.float32, device=self.target.device)
         drafter.bind(self.target)
         drafter.model.requires_grad_(True)
@@ -211,14 +211,12 @@ class Pipeline:
                 module.requires_grad_(False)
         return drafter.model.train()
 
-    def _train(self, progress: Progress) -> dict[str, Any]:
+    def _train(self, progress: StageProgress) -> dict[str, Any]:
         budget = self.wanted.budget
         trainer = self.trainer()
         left = self._left_s(1 - MEASURING_SHARE)
         if trainer.total is not None and budget.anchors is None and trainer.anchors < trainer.total:
-            budget = Budget(
-                anchors=trainer.total
-            )  # an interrupted run in minutes goes on to the anchors it had in mind
+            budget = Budget(anchors=trainer.total)  # a resumed run in minutes goes on to the anchors it had settled on
         before, began = trainer.anchors, time.monotonic()
         trainer.run(
             progress,
@@ -248,7 +246,7 @@ class Pipeline:
             "weights": file_digest(self.place.output / "model.safetensors"),
         }
 
-    def _calibrate(self, progress: Progress) -> dict[str, Any]:
+    def _calibrate(self, progress: StageProgress) -> dict[str, Any]:
         if not self.ranks.first:
             return {}
         self._require_drafter()
@@ -270,7 +268,7 @@ class Pipeline:
         fitted.save(self.place.calibration)
         return {**found, "weights": weights}
 
-    def _evaluate(self, progress: Progress) -> dict[str, Any]:
+    def _evaluate(self, progress: StageProgress) -> dict[str, Any]:
         if not self.ranks.first:
             return {}
         self._require_drafter()
@@ -278,7 +276,7 @@ class Pipeline:
             workloads = load_workloads(Path(self.wanted.evaluate_on))
         else:
             rows = read_lines(self.place.held_out_prompts)
-            # The first ones were calibrated on; a small run has no others.
+            # The first ones are the calibration's; a small run has no others.
             rows = rows[CALIBRATION_PROMPTS:] or rows
             workloads = prompts_of_rows(rows, EVALUATION_PROMPTS)
         self._write_manifest()
@@ -299,7 +297,7 @@ class Pipeline:
         )
 
     def _at_once(self, on_cpu: int) -> int:
-        """Requests that are measured at once."""
+        """Number of concurrent requests while measuring."""
         return min(on_cpu if self.target.device.type == "cpu" else 128, self.wanted.data.batch)
 
     def _require_drafter(self) -> None:
@@ -316,7 +314,7 @@ class Pipeline:
             file: sorted(row["digest"] for row in read_lines(file)) if file.exists() else []
             for file in (place.prompts, place.held_out_prompts)
         }
-        shards = [*sorted(place.regenerated.glob("*")), *sorted(place.held_out.glob("*")), place.read, place.words]
+        shards = [*sorted(place.regenerated.glob("*")), *sorted(place.held_out.glob("*")), place.read, place.vocabulary]
         write_object(
             place.manifest,
             {
@@ -360,7 +358,7 @@ class Pipeline:
 
 
 def mask_token(target: Target) -> int:
-    """The token in the slots behind the anchor: one that ordinary text does not hold."""
+    """The token in the block slots after the anchor: one that ordinary text does not contain."""
     tokenizer = target.tokenizer
     for name in ("mask_token_id", "pad_token_id", "unk_token_id"):
         value = getattr(tokenizer, name, None)
@@ -371,7 +369,7 @@ def mask_token(target: Target) -> int:
 
 def prepare(
     target: str,
-    run: Run,
+    run: TrainingRun,
     output: str | Path,
     *,
     device: str | None = None,
@@ -379,9 +377,9 @@ def prepare(
     trust_remote_code: bool = False,
     show: bool = True,
 ) -> Pipeline:
-    """Load a target by name, copy what the drafter begins with, and pack it for serving.
+    """Load a target by name, copy the weights the drafter starts from, and pack the target for serving.
 
-    Under `torchrun` every process takes its place among the ranks, and its own GPU where there are some.
+    Under `torchrun` the process joins the group of ranks, and uses the GPU of its local rank if there are GPUs.
     """
     from surefoot.targets.loading import load_target
     from surefoot.targets.optimise import optimise

@@ -27,7 +27,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def reliability_plot(arms: Mapping[str, Sequence[PositionQuality]], path: Path) -> None:
-    """Observed against predicted survival, one panel a position; dots grow with the samples behind them.
+    """Observed against predicted survival, one panel per position; dot area is proportional to the number of samples.
 
     Args:
         arms: "before" and perhaps "after" calibration -> [gamma] qualities.
@@ -56,7 +56,7 @@ def reliability_plot(arms: Mapping[str, Sequence[PositionQuality]], path: Path) 
 
 
 def acceptance_plot(groups: Mapping[str, VerifiedBlocks], path: Path) -> None:
-    """Conditional acceptance, and the share of blocks accepted that far, by position; one line a workload."""
+    """Conditional acceptance, and the share of blocks accepted that far, by position; one line per workload."""
     figure = _figure(9, 3.8)
     conditional, survived = figure.subplots(1, 2, sharey=True)
     for name, blocks in groups.items():

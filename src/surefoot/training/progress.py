@@ -1,4 +1,4 @@
-"""A bar with the time left on a terminal, a line every few seconds elsewhere."""
+"""Progress of a training stage: a bar with the time left on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import Any
 LINE_EVERY_S = 15.0
 
 
-class Progress:
-    """Progress of one stage. `fraction` of the work done tells the time left, whatever the work is counted in."""
+class StageProgress:
+    """Progress of one stage. The time left is extrapolated from the fraction of the work that is done."""
 
     def __init__(self, stage: str, enabled: bool = True) -> None:
         self.stage, self.enabled = stage, enabled
         self.started = time.monotonic()
-        self._first: tuple[float, float] | None = None  # time and fraction when work (re)started
-        self._spoke = self.started
+        self._first: tuple[float, float] | None = None  # time and fraction at the first update
+        self._last_line_s = self.started
         self._bar: Any = None
         self._last = ""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> StageProgress:
         if self.enabled and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-            from rich.progress import Progress as Bar
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
             columns = (
                 TextColumn("{task.description}"),
@@ -33,7 +32,7 @@ class Progress:
                 TaskProgressColumn(),
                 TextColumn("{task.fields[note]}"),
             )
-            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._bar = Progress(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task(self.stage, total=1.0, note="")
             self._bar.start()
         return self
@@ -51,7 +50,7 @@ class Progress:
         return time.monotonic() - self.started
 
     def update(self, fraction: float, note: str = "") -> None:
-        """`fraction` of the stage is done; `note` says what and how fast."""
+        """Report the done `fraction` [0, 1] of the stage, and a `note` on amount and speed."""
         now, fraction = time.monotonic(), min(max(fraction, 0.0), 1.0)
         self._last = note
         if not self.enabled:
@@ -63,8 +62,8 @@ class Progress:
         text = note if left is None or fraction >= 1 else f"{note}, {_clock(left)} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=fraction, note=text)
-        elif now - self._spoke >= LINE_EVERY_S:
-            self._spoke = now
+        elif now - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = now
             print(f"{self.stage}: {fraction:.0%}, {text}", file=sys.stderr, flush=True)
 
 

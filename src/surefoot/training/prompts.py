@@ -1,7 +1,6 @@
-"""Stage *prompts*: from files, source trees and the machine's own library to token ids, with a held-out part.
+"""Stage *prompts*: token ids from files, source trees and the built-in collectors, with a held-out part.
 
-What a prompt was made from is remembered as a digest of its text, so that `surefoot evaluate` can check that nothing it
-measures on was trained on.
+The digest of every prompt's text is kept, so that `surefoot evaluate` can check that it uses no training prompt.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ from surefoot.training.files import Workplace, read_lines, write_lines
 from surefoot.training.options import DataOptions
 
 SELF = "self"
-"""The source where the target makes up the prompts."""
+"""The source whose prompts the target writes (`selfmade.py`)."""
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 EVERYDAY = Path(__file__).parent / "everyday.jsonl"
-"""Questions of the kinds that drafters are measured on (code, mathematics, chat), written for calibration; nobody trains on
-them."""
+"""Questions for calibration, of the kinds drafters are measured on (code, mathematics, chat); never trained on."""
 SHINGLE = 13
-"""Words in a row that two texts must share to count as overlapping; shorter texts overlap when they are equal."""
+"""Consecutive words that two texts must share to overlap; shorter texts overlap if they are equal."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Something to be continued by the target."""
+    """A prompt for the target to continue."""
 
     text: str
     workload: str = "text"
-    chat: bool = False  # goes through the target's chat template, where it has one
-    tokens: tuple[int, ...] = ()  # given instead of a text
+    chat: bool = False  # rendered with the target's chat template, if it has one
+    tokens: tuple[int, ...] = ()  # token ids instead of a text
 
     @property
     def digest(self) -> str:
@@ -44,7 +42,7 @@ class Prompt:
 
 
 def digest(text: str) -> str:
-    """64 bits of SHA-256 over the words of a text, in lower case: layout and case do not make another prompt."""
+    """64 bits of SHA-256 over the lower-case words of a text, in hexadecimal; white space and case do not matter."""
     return hashlib.sha256(" ".join(text.casefold().split()).encode()).hexdigest()[:16]
 
 
@@ -57,8 +55,11 @@ def shingles(text: str) -> set[int]:
 def read_prompts(path: Path, workload: str | None = None) -> Iterator[Prompt]:
     """Prompts of one file or folder.
 
-    JSON lines hold `turns` (the first is the prompt, through the chat template), `text` or `tokens`, and perhaps a
-    `workload`; a text file gives its passages; a folder every such file and every function of its Python files.
+    A JSON line holds `turns` (the first is the prompt, rendered with the chat template), `text` or `tokens`, and
+    optionally `workload`. A text file gives its passages, a Python file a prompt per function, a folder all such files.
+
+    Raises:
+        ConfigurationError: another kind of file, or a line without a prompt; names file and line.
     """
     if path.is_dir():
         for file in sorted(p for p in path.rglob("*") if p.is_file()):
@@ -93,7 +94,11 @@ def _functions(file: Path) -> Iterator[Prompt]:
 
 
 def gather(sources: Sequence[str]) -> Iterator[Prompt]:
-    """All prompts of the sources: paths, or the name of a built-in collector (`builtin` is all of those)."""
+    """All prompts of the sources, each a path or the name of a built-in collector (`builtin`: all collectors).
+
+    Raises:
+        ConfigurationError: a source is neither.
+    """
     for source in sources:
         if source == "builtin" or source in builtin.COLLECTORS:
             for name in builtin.COLLECTORS if source == "builtin" else [source]:
@@ -108,7 +113,10 @@ def gather(sources: Sequence[str]) -> Iterator[Prompt]:
 
 
 def tokenizer_of(target: Any) -> Callable[[Prompt], list[int]]:
-    """Turns prompts into token ids of the target."""
+    """A function from prompts to token ids of the target.
+
+    It raises `ConfigurationError` for a text if the target has no tokenizer.
+    """
     tokenizer = target.tokenizer
     can_chat = bool(getattr(tokenizer, "chat_template", None))
 
@@ -129,13 +137,16 @@ def tokenizer_of(target: Any) -> Callable[[Prompt], list[int]]:
 def collect_prompts(
     target: Any, options: DataOptions, place: Workplace, made_up: Iterable[Prompt] = ()
 ) -> dict[str, Any]:
-    """Write the prompts to be regenerated, and those held out. Returns counts for the record.
+    """Write the training prompts and the held-out prompts. Returns counts for the record.
 
-    Duplicates and what overlaps `options.exclude` are dropped. Which prompts are taken, and which are held out (the
-    smallest digests), is a function of the prompts alone.
+    Duplicates and prompts that overlap `options.exclude` are dropped. Which prompts are taken, and which are held out (the
+    smallest digests), depends on the prompts alone.
 
     Args:
-        made_up: what the source `self` stands for (`selfmade.make_up`).
+        made_up: prompts of the source `self` (`selfmade.make_up`).
+
+    Raises:
+        ConfigurationError: fewer than two prompts are left.
     """
     encode = tokenizer_of(target)
     forbidden: set[int] = set()
@@ -181,7 +192,7 @@ def _row(prompt: Prompt, tokens: list[int]) -> dict[str, Any]:
 
 
 def balanced(prompts: Iterable[Prompt], most: int) -> list[Prompt]:
-    """At most `most` prompts, the workloads in turn, each in the order of digests: any prefix has every workload."""
+    """At most `most` prompts, alternating between workloads, each in the order of digests: any prefix has every workload."""
     queues: dict[str, list[Prompt]] = {}
     for prompt in sorted(prompts, key=lambda prompt: prompt.digest, reverse=True):
         queues.setdefault(prompt.workload, []).append(prompt)

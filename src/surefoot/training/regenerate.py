@@ -1,4 +1,4 @@
-"""Stage *regenerate*: let the target continue the prompts, at the engine's full batch rate."""
+"""Stage *regenerate*: the target continues the prompts, in large batches."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from surefoot.training import builtin
 from surefoot.training.corpus import Document, read_shard, write_shard
 from surefoot.training.files import read_lines
 from surefoot.training.options import DataOptions
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 from surefoot.training.prompts import Prompt, read_prompts, shingles, tokenizer_of
 from surefoot.training.sampler import BulkSampler, Continuation, SampledText
 
 SHARD = 256
-"""Documents per file: what an interruption can cost."""
+"""Documents per file: the most that an interruption loses."""
 SHORTEST = 16
-"""Tokens that a continuation must have to be kept when the time is up."""
+"""Minimum tokens of a continuation that is kept although the time ran out."""
 
 
 def bulk(target: Target) -> bool:
-    """Whether text comes from `BulkSampler`: where the pass of the target is so fast that the engine's host work counts."""
+    """Whether to use `BulkSampler` instead of the engine: on devices where the engine's host work would dominate."""
     return target.device.type != "cpu"
 
 
@@ -64,19 +64,19 @@ def regenerate(
     prompts: Path,
     folder: Path,
     options: DataOptions,
-    progress: Progress,
+    progress: StageProgress,
     *,
     deadline: float | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Continue every prompt of a file that has no continuation in `folder` yet; returns counts for the record.
 
-    A continuation depends on its prompt, the options and the target alone (its seed comes from the digest), so whether
-    the run was interrupted does not show. Every prompt is continued at one of the temperatures, in turn.
+    A continuation depends on its prompt, the options and the target alone (its seed comes from the digest), so an
+    interrupted run gives the same text. Prompts are continued at the temperatures in turn.
 
     Args:
-        deadline: `time.monotonic()` at which generation stops, in the middle of the running texts.
-        share: (rank, ranks) of several processes that split the prompts.
+        deadline: `time.monotonic()` at which generation stops; running texts are cut.
+        share: (rank, ranks) of processes that divide the prompts among them.
     """
     rows = list(enumerate(read_lines(prompts)))[share[0] :: share[1]]
     names = folder.glob("*.safetensors") if folder.exists() else ()
@@ -116,7 +116,7 @@ def _flush(folder: Path, finished: list[Document]) -> None:
     del finished[:SHARD]
 
 
-Progressed = Iterator[tuple[list[Document], int]]  # what came to an end, and the tokens generated so far
+Progressed = Iterator[tuple[list[Document], int]]  # finished documents, and the tokens generated so far
 
 
 def _from_engine(
@@ -150,7 +150,7 @@ def _from_engine(
             if len(running) < options.batch + options.batch // 2:
                 feed(loop)
             yield documents, tokens
-        # Out of time: a text that is cut short teaches as well. Between two steps no text is half told.
+        # Out of time: a text that is cut is as good to train on. `call` runs between two steps, so every text is consistent.
         left = loop.call(
             lambda _: [document(index, request) for request, index in running.items() if request.num_output >= SHORTEST]
         )
@@ -180,7 +180,7 @@ def _from_sampler(
 
 
 def params_for(index: int, digest: str, options: DataOptions) -> SamplingParams:
-    """How the prompt with this number is continued."""
+    """Sampling parameters for the prompt with this index."""
     return SamplingParams(
         temperature=options.temperatures[index % len(options.temperatures)],
         max_tokens=options.max_new,
@@ -189,9 +189,9 @@ def params_for(index: int, digest: str, options: DataOptions) -> SamplingParams:
 
 
 def read_existing(target: Target, options: DataOptions, length: int) -> Iterator[Document]:
-    """Text that is on the machine already, in pieces of `length` tokens: the lever that needs no generation.
+    """Existing text in pieces of `length` tokens, without generation.
 
-    Code and documentation of the built-in collectors and of the source trees alternate until `options.read_tokens`.
+    Built-in text and the files of the source paths, in a fixed random order, until `options.read_tokens` tokens.
     """
     encode = tokenizer_of(target)
     forbidden: set[int] = set()
@@ -214,7 +214,7 @@ def _texts(sources: Sequence[str]) -> Iterator[str]:
     files = [file for source in sources if Path(source).exists() for file in _files(Path(source))]
     if any(source in ("builtin", "library", "documentation") for source in sources):
         files += builtin.library_files()
-    # Neighbouring files resemble each other; a fixed shuffle mixes whatever part of them is used.
+    # Neighbouring files are similar; a fixed shuffle mixes whatever part of them is used.
     order = np.random.default_rng(0).permutation(len(files))
     for position in order:
         yield from builtin.passages(builtin.read_text(files[position]), 1600)

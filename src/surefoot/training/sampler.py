@@ -1,8 +1,8 @@
-"""Sampling in bulk on an accelerator: thousands of texts at once, with no host work per text and step.
+"""Bulk sampling on an accelerator: thousands of texts at once, without host work per text and step.
 
-The engine's own work on the host grows with its requests (plans, detokenisation, statistics). At the batch sizes that fill
-a GPU it would take longer than the target's pass; text for training needs none of it. So this loop keeps everything on the
-device and looks at the result every `LOOK` steps only, to retire what has ended and to admit what waits.
+The engine's host work grows with its requests (planning, detokenisation, statistics). At the batch sizes that fill a GPU it
+would take longer than the target pass, and training text needs none of it. This loop keeps all state on the device and
+reads it back only every `LOOK` steps, to retire finished texts and to start waiting ones.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from surefoot.speculation.uniforms import Purpose, uniforms
 from surefoot.targets.target import Target
 
 LOOK = 16
-"""Steps between two looks; a text that has ended runs on for half as many on average, and what it adds is cut off."""
+"""Steps between two reads; a finished text runs on for half as many on average, and the surplus is cut off."""
 _BLOCK = 16
 _PREFILL_ROWS = 8192
-_DRAW_ROWS = 512  # rows whose probabilities exist at a time: 512 x 152k in float32 are 0.3 GiB
+_DRAW_ROWS = 512  # rows of probabilities held at a time: 512 x 152k in float32 are 0.3 GiB
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """One text to be continued."""
+    """One text to continue."""
 
     index: int
     tokens: tuple[int, ...]
     temperature: float
     max_new: int
-    seed: int  # with the text's length it addresses every uniform: neighbours have no say
+    seed: int  # seed and length address every uniform: results do not depend on other texts
 
 
 @dataclass(frozen=True)
 class SampledText:
+    """A continued text."""
+
     job: Continuation
-    tokens: npt.NDArray[np.int64]  # [length] with the prompt, the end token if one came
-    ended: bool  # by itself, not by running out of room or time
+    tokens: npt.NDArray[np.int64]  # [length] prompt, continuation and the end token if there is one
+    ended: bool  # by an end token, not by length or time
 
 
 class BulkSampler:
@@ -52,17 +54,17 @@ class BulkSampler:
     def __init__(self, target: Target, *, rows: int, max_len: int) -> None:
         """
         Args:
-            rows: texts at a time.
-            max_len: tokens of the longest text, prompt included.
+            rows: concurrent texts.
+            max_len: tokens of the longest text, including its prompt.
         """
         self.target, self.rows = target, rows
-        self.width = -(-(max_len + LOOK) // _BLOCK) * _BLOCK  # an ended text runs on for a little
+        self.width = -(-(max_len + LOOK) // _BLOCK) * _BLOCK  # a finished text runs on until the next read
         per_row, device = self.width // _BLOCK, target.device
         self.cache = PagedCache(
             target.layers, num_blocks=1 + rows * per_row, block_size=_BLOCK, max_num_seqs=rows,
             max_model_len=self.width, dtype=target.dtype, device=device,
         )  # fmt: skip
-        for table in self.cache.block_tables:  # every slot owns its blocks for good; block 0 is scratch
+        for table in self.cache.block_tables:  # fixed blocks per slot; block 0 is the scratch block
             table.copy_(1 + torch.arange(rows * per_row, dtype=torch.int32, device=device).view(rows, per_row))
         self.history = torch.zeros(rows, self.width, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -71,13 +73,13 @@ class BulkSampler:
         self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self.ends = torch.tensor(sorted(target.eos_token_ids), dtype=torch.int64, device=device)
         self.jobs: dict[int, Continuation] = {}  # by slot
-        self.generated = 0  # tokens of the texts handed out
+        self.generated = 0  # tokens of all texts returned
 
     @torch.no_grad()
     def run(self, jobs: Iterable[Continuation]) -> Iterator[list[SampledText]]:
-        """Continue `jobs`; yields what ended since the last look, which may be nothing. Stop iterating to stop early."""
+        """Continue `jobs`; yields the texts finished since the last read, possibly none. Stop iterating to stop early."""
         waiting = iter(jobs)
-        self._admit(waiting)
+        self._fill_slots(waiting)
         while self.jobs:
             active = sorted(self.jobs, key=lambda slot: self.jobs[slot].temperature > 0)
             greedy = sum(self.jobs[slot].temperature == 0 for slot in active)
@@ -85,18 +87,18 @@ class BulkSampler:
             for _ in range(LOOK):
                 self._extend(slots, greedy)
             texts = self._retire(slots)
-            self._admit(waiting)
+            self._fill_slots(waiting)
             yield texts
 
     @torch.no_grad()
     def unfinished(self) -> list[SampledText]:
-        """What the running texts have so far; they are dropped."""
+        """Return the running texts as far as they are, and drop them."""
         return self._take(list(self.jobs))
 
     # -- one step ----------------------------------------------------------------------------------------------------------
 
     def _extend(self, slots: Tensor, greedy: int) -> None:
-        """One more token in every slot; the first `greedy` of them take the most likely one."""
+        """Append a token in every slot; the first `greedy` slots take the most likely one."""
         positions = self.lengths[slots] - 1
         logits = self._forward(slots, positions)
         self._append(slots, self._choose(logits, slots, greedy))
@@ -123,10 +125,10 @@ class BulkSampler:
         batch = FlatBatch.of_rows(self.cache, self.history[owner, positions], positions, owner, rows)
         return self.target.forward(batch, self.cache).logits
 
-    # -- joining and leaving -----------------------------------------------------------------------------------------------
+    # -- start and end of texts--------------------------------------------------------------------------------------------
 
-    def _admit(self, waiting: Iterator[Continuation]) -> None:
-        """Fill the free slots and run the prompts, so that every running text has its next token to come."""
+    def _fill_slots(self, waiting: Iterator[Continuation]) -> None:
+        """Fill the free slots and run the prompts up to their last token."""
         free = [slot for slot in range(self.rows) if slot not in self.jobs]
         new = list(zip(free, islice(waiting, len(free)), strict=False))
         if not new:
@@ -142,7 +144,7 @@ class BulkSampler:
         self.temperature[slots] = torch.tensor([job.temperature for _, job in new], device=device)
         self.seed[slots] = torch.tensor([job.seed for _, job in new], device=device)
         self.ended[slots] = False
-        # All but the last token of each prompt: the first step of the text runs that one.
+        # All but the last token of each prompt, which the first step of the text runs.
         part: list[tuple[int, int]] = []
         for slot, job in new:
             part.append((slot, len(job.tokens) - 1))
@@ -169,13 +171,13 @@ class BulkSampler:
         return self._take([slot for slot, ended, length in seen if ended or length >= full[slot]])
 
     def _take(self, slots: list[int]) -> list[SampledText]:
-        """The texts of these slots, which become free."""
+        """Return the texts of these slots and free the slots."""
         where = torch.tensor(slots, dtype=torch.int64, device=self.history.device)
         rows, lengths = self.history[where].cpu().numpy(), self.lengths[where].tolist()
         return [self._cut(self.jobs.pop(slot), rows[i, : lengths[i]]) for i, slot in enumerate(slots)]
 
     def _cut(self, job: Continuation, tokens: npt.NDArray[np.int64]) -> SampledText:
-        """Up to the first end token behind the prompt, or to the room it had."""
+        """The text up to the first end token after the prompt, or to its maximum length."""
         start = len(job.tokens)
         tokens = tokens[: start + job.max_new]
         ends = np.flatnonzero(np.isin(tokens[start:], list(self.target.eos_token_ids)))

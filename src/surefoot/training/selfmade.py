@@ -1,8 +1,7 @@
-"""Prompts that the target makes up itself: the collector `self`.
+"""Prompts written by the target itself: the source `self`.
 
-A chat model that is given its template up to the point where the user speaks goes on as a user. Text of that kind is what
-the model was tuned to answer, there is as much of it as one wants, and nobody has to collect it. A model without a chat
-template goes on from a few first words instead.
+Given its chat template up to the start of the user's turn, a chat model continues as the user. This gives any number of
+prompts of the kind that the model was tuned to answer. A model without a chat template continues from a few first words.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from surefoot.targets.target import Target
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 from surefoot.training.prompts import Prompt
 from surefoot.training.sampler import BulkSampler, Continuation, SampledText
 
 TEMPERATURE = 0.9
-LONGEST, BASE_LONGEST = 112, 32  # tokens of a made-up prompt; a base model's is only a beginning
+LONGEST, BASE_LONGEST = 112, 32  # tokens of a prompt; a base model writes only a beginning
 _SHORTEST = 20  # characters
 _PLACE = "<<the user speaks here>>"
 _STUB = "```python\ndef"  # tokens begin with their space
@@ -26,10 +25,10 @@ _STUB = "```python\ndef"  # tokens begin with their space
 
 @dataclass(frozen=True)
 class Opening:
-    """How prompts of one workload begin."""
+    """Beginnings of the prompts of one workload."""
 
     workload: str
-    system: str | None  # None: whatever the template says by itself
+    system: str | None  # system turn; None: the template's default
     starts: tuple[str, ...]
     endings: tuple[str, ...] = ("",)
 
@@ -99,11 +98,11 @@ BASE = (
 )  # fmt: skip
 
 
-def make_up(target: Target, count: int, seed: int, progress: Progress, *, rows: int) -> Iterator[Prompt]:
-    """`count` tries at a prompt; what does not come to an end, or says nothing, is left out.
+def make_up(target: Target, count: int, seed: int, progress: StageProgress, *, rows: int) -> Iterator[Prompt]:
+    """Prompts from `count` attempts; unfinished and too short ones are dropped.
 
     Args:
-        rows: texts the target writes at a time.
+        rows: concurrent texts.
     """
     tokenizer, rng = target.tokenizer, random.Random(seed)
     chat = bool(getattr(tokenizer, "chat_template", None))
@@ -137,7 +136,7 @@ def _before_the_user(tokenizer: Any, system: str | None) -> str:
         turns.insert(0, {"role": "system", "content": system})
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except Exception:  # some templates refuse a system's turn, each with an error of its own
+    except Exception:  # some templates reject a system turn, each with its own type of error
         text = tokenizer.apply_chat_template(turns[-1:], tokenize=False, add_generation_prompt=True)
     return str(text).partition(_PLACE)[0]
 
@@ -147,9 +146,9 @@ def _spoken(tokenizer: Any, text: SampledText) -> str:
 
 
 def _trimmed(said: str, ended: bool, chat: bool) -> str | None:
-    """The question without the answer that models like to append, or None.
+    """The prompt without an answer the model may have appended, or None if it is unusable.
 
-    A function to be completed ends with its docstring; anything else with its first paragraph.
+    A function to complete ends with its docstring, any other prompt with its first paragraph.
     """
     if not chat:
         return said if len(said) >= _SHORTEST else None

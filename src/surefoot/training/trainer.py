@@ -1,4 +1,4 @@
-"""Stage *train*: the loop, its checkpoints, and its figures. One process, or several under `torchrun`."""
+"""Stage *train*: training loop, checkpoints and validation, in one process or several under `torchrun`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from surefoot.drafters.model import DSparkModel
 from surefoot.errors import ConfigurationError
 from surefoot.paths import write_whole
 from surefoot.targets.target import Target
-from surefoot.training.batches import Anchors, Batch, Step, collate, pick_anchors, plan, step_anchors
+from surefoot.training.batches import Anchors, Batch, PlannedStep, collate, pick_anchors, plan, step_anchors
 from surefoot.training.corpus import Corpus
 from surefoot.training.features import PackedRow, TargetReader, TrainingVocabulary
 from surefoot.training.initial import head_matrix
 from surefoot.training.network import DraftLoss, Measured
 from surefoot.training.optimiser import choose_precision, learning_rate, make_optimisers, update_average
 from surefoot.training.options import TrainingOptions, as_dict, require_same
-from surefoot.training.progress import Progress
+from surefoot.training.progress import StageProgress
 
 CHECKPOINT_EVERY_S = 300.0
 SETTLED, TIMED = 0.05, 0.15
-"""Between these shares of a budget in minutes the speed is measured that turns it into anchors: earlier steps compile, fill
-the buffer of batches and are slower."""
-READ_TOKENS = 8192  # of one target pass on a GPU
+"""Between these shares of a budget in minutes the speed is measured, which converts the budget to anchors. Earlier steps are
+slower: they compile and fill the buffer of batches."""
+READ_TOKENS = 8192  # tokens of one target pass on a GPU
 VALIDATION_ROWS = 4
 
 
 @dataclass
 class Ranks:
-    """This process among those that train together."""
+    """This process's rank and the number of ranks."""
 
     rank: int = 0
     count: int = 1
@@ -54,11 +54,10 @@ class Ranks:
 
     @staticmethod
     def leave() -> None:
-        """Leave the group of ranks, if there is one; no trainer may be in use any more.
+        """Leave the group of ranks, if there is one; no trainer may be in use.
 
-        Trainers go first, cycles included. A reducer of DDP that holds the last reference to the group destroys it under
-        Python's lock, joins gloo's threads there, and never returns if one of them is about to ask for that lock (torch
-        2.13; one time in a hundred on a busy machine).
+        Trainers are collected first. A DDP reducer that holds the last reference to the group would destroy it while
+        holding Python's lock and wait there for gloo's threads, which may wait for that lock: a deadlock (torch 2.13).
         """
         if dist.is_available() and dist.is_initialized():
             gc.collect()
@@ -66,8 +65,8 @@ class Ranks:
 
 
 @dataclass
-class Clock:
-    """Seconds spent, by what they were spent on."""
+class TimeByPart:
+    """Seconds spent, by activity."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -87,7 +86,7 @@ class Trainer:
         self,
         target: Target,
         model: DSparkModel,
-        words: TrainingVocabulary,
+        vocabulary: TrainingVocabulary,
         corpus: Corpus,
         held_out: Corpus,
         options: TrainingOptions,
@@ -96,10 +95,13 @@ class Trainer:
     ) -> None:
         """
         Args:
-            model: float32, in full size; it is bound to `target` here.
-            corpus, held_out: what is trained on, and what the learning curve is measured on.
+            model: float32, with the full Markov table; bound to `target` here.
+            corpus, held_out: text for training and for validation.
+
+        Raises:
+            ConfigurationError: no text, or `batch_rows` is not a multiple of ranks and micro-batches.
         """
-        self.target, self.words, self.options = target, words, options
+        self.target, self.vocabulary, self.options = target, vocabulary, options
         self.corpus, self.held_out = corpus.split(options.row_tokens), held_out.split(options.row_tokens)
         self.corpus.require_documents("text")
         self.ranks = Ranks.current()
@@ -111,13 +113,13 @@ class Trainer:
         model.share(target)
         self.model, self.config = model, model.config
         self.dtype = choose_precision(options.precision, target.device)
-        self.compact = words.compact(target.vocab_size)
-        # Rows of the Markov table for words that never occur cannot change: they are set aside, and the optimiser
-        # moves thousands of rows per step instead of the whole vocabulary.
+        self.compact = vocabulary.compact(target.vocab_size)
+        # Rows of the Markov table for tokens that never occur cannot change. They are kept aside, so that the optimiser
+        # updates thousands of rows per step instead of the whole vocabulary.
         self.table: Tensor | None = None
         if model.markov_head is not None:
             self.table = model.markov_head.markov_w1.weight.detach().clone()
-            small = self.table[words.seen.to(self.table.device)]
+            small = self.table[vocabulary.seen.to(self.table.device)]
             model.markov_head.markov_w1 = nn.Embedding.from_pretrained(small, freeze=False)
         self.loss: nn.Module = DraftLoss(model, head_matrix(model, target), self.dtype)
         if self.ranks.count > 1:
@@ -126,13 +128,13 @@ class Trainer:
         self.optimisers = make_optimisers(model, options)
         self.average = [parameter.detach().clone() for parameter in self.parameters] if options.average else []
         self.reader = TargetReader(
-            target, model.config.target_layer_ids, words.vocabulary, options.row_tokens, label_dtype,
+            target, model.config.target_layer_ids, vocabulary.draft, options.row_tokens, label_dtype,
             rows=1 if target.device.type == "cpu" else max(1, READ_TOKENS // options.row_tokens),
         )  # fmt: skip
-        self.clock = Clock()
+        self.clock = TimeByPart()
         self.number = self.anchors = 0  # steps and anchors done
         self.total: int | None = None  # anchors of the whole run, once known
-        self.elapsed = 0.0  # until then: share of the minutes
+        self.elapsed = 0.0  # used share of the minutes, until `total` is known
         self.curve: list[dict[str, Any]] = []
         self._plan = plan(self.corpus.lengths, options)
         self._held: dict[int, list[PackedRow]] = {}  # by batch
@@ -162,7 +164,7 @@ class Trainer:
             with self.loss.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
                 with self.clock.on("forward"):
                     value, measured = self.loss(batch)
-                    # Ranks average their gradients; every one of them sees only its share of the weights.
+                    # DDP averages gradients over ranks, and each rank sees only its share of the weights.
                     value = value * (self.ranks.count / total_weight)
                 with self.clock.on("backward"):
                     value.backward()
@@ -181,8 +183,8 @@ class Trainer:
         self.anchors += sum(a.count for a in anchors)
         return {"loss": loss, "acceptance": accepted, "gradient": norm}
 
-    def _rows(self, step: Step, mine: range) -> list[PackedRow]:
-        """This rank's rows of the batch, read when they are first needed and kept until their last use."""
+    def _rows(self, step: PlannedStep, mine: range) -> list[PackedRow]:
+        """This rank's rows of the batch, read at their first use and kept until their last."""
         held = self._held
         for batch in [batch for batch in held if batch < step.oldest]:
             del held[batch]
@@ -199,13 +201,13 @@ class Trainer:
 
     # -- the run -----------------------------------------------------------------------------------------------------------
 
-    def run(self, progress: Progress, *, anchors: int | None = None, minutes: float | None = None, state: Path | None = None,
+    def run(self, progress: StageProgress, *, anchors: int | None = None, minutes: float | None = None, state: Path | None = None,
             validate_every: float = 0.1) -> None:  # fmt: skip
-        """Train until `anchors`, or for about `minutes` (turned into anchors once the speed is known).
+        """Train until `anchors` in total, or for about `minutes` (converted to anchors once the speed is known).
 
         Args:
-            state: where checkpoints go, every few minutes and at the end.
-            validate_every: share of the run between two points of the learning curve.
+            state: checkpoint file, written every few minutes and at the end.
+            validate_every: share of the run between two validations.
         """
         began, first, saved = time.monotonic(), self.anchors, time.monotonic()
         if anchors is not None:
@@ -238,7 +240,7 @@ class Trainer:
             self.save_state(state)
 
     def _agree(self, total: int) -> int:
-        """Rank 0's number, for everybody."""
+        """Rank 0's number, on every rank."""
         if self.ranks.count == 1:
             return total
         value = torch.tensor(total, device=self.target.device)
@@ -247,9 +249,10 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Teacher-forced figures on held-out text: what a verifier would accept, at temperature 1 and 0.
+        """Teacher-forced acceptance on held-out text at temperatures 1 and 0.
 
-        `length_*` is the mean accepted length with the bonus token over blocks of full length.
+        `length_*` is the mean accepted length plus the bonus token, over blocks of full length; `by_position_*` [gamma] the
+        mean acceptance.
         """
         if not len(self.held_out):
             return {"anchors": self.anchors}
@@ -269,7 +272,7 @@ class Trainer:
         return found
 
     def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
-        """Batches of one row, and which of their anchors [1, A] have a whole block."""
+        """Batches of one row, each with a mask [1, A] of the anchors whose block is complete."""
         if self._validation is None:
             self._validation = []
             documents = self.held_out.documents
@@ -283,7 +286,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
-        """The averaged weights in the place of the trained ones."""
+        """Use the averaged weights instead of the trained ones."""
         if not self.average:
             yield
             return
@@ -296,22 +299,22 @@ class Trainer:
             for parameter, kept in zip(self.parameters, trained, strict=True):
                 parameter.data = kept
 
-    # -- what is kept ------------------------------------------------------------------------------------------------------
+    # -- results and checkpoints ---------------------------------------------------------------------------------------------
 
     def drafter(self, dtype: torch.dtype | None = None) -> DSparkDrafter:
-        """The drafter as trained so far, with its whole Markov table, in the target's dtype by default; unbound."""
+        """The drafter as trained so far, with the full Markov table, in the target's dtype by default; not bound to a target."""
         with self._averaged():
             state = {name: tensor.detach().clone() for name, tensor in self.model.own_tensors().items()}
         if self.table is not None:
             table = self.table.clone()
-            table[self.words.seen.to(table.device)] = state["markov_head.markov_w1.weight"]
+            table[self.vocabulary.seen.to(table.device)] = state["markov_head.markov_w1.weight"]
             state["markov_head.markov_w1.weight"] = table
-        model = DSparkModel(self.config, vocabulary=self.words.vocabulary, own_vocabulary=tuple(_own(state)))
+        model = DSparkModel(self.config, vocabulary=self.vocabulary.draft, own_vocabulary=tuple(_own(state)))
         model.load_state_dict(state)
         return DSparkDrafter(model.to(dtype or self.target.dtype).eval())
 
     def save_state(self, path: Path) -> None:
-        """Write everything that the next step depends on, whole or not at all."""
+        """Write everything the next step depends on, atomically."""
         state = {
             "options": as_dict(self.options),
             "dtype": str(self.dtype),
@@ -327,10 +330,10 @@ class Trainer:
         write_whole(path, lambda file: torch.save(state, file))
 
     def load_state(self, path: Path) -> None:
-        """Go on where `save_state` stopped, as if nothing had happened.
+        """Restore the state of `save_state`; training continues bit for bit.
 
         Raises:
-            ConfigurationError: the state is another run's, or damaged.
+            ConfigurationError: the file is damaged, or of a run with other options.
         """
         try:
             state = torch.load(path, map_location=self.target.device, weights_only=True)

@@ -562,8 +562,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "sampling: penalties do not see the drafts of the block",
         "engine/step.py",
-        "self.state.history, row_slot, positions + 1)",
-        "self.state.history, row_slot, requests.lengths[0] * 0 + positions.clamp(max=int(requests.lengths.min()) ) + 1)",
+        "history, rows.slots, rows.positions + 1)",
+        "history, rows.slots, torch.minimum(rows.positions, self.state.lengths[rows.slots]) + 1)",
         ("tests/engine/test_exactness.py",),
     ),
     Mutation(
@@ -619,7 +619,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "step: the drafter's context lacks the rows of a step with drafts",
         "engine/step.py",
         "if self.drafter is not None and output.features is not None:",
-        "if self.drafter is not None and output.features is not None and not inputs.num_drafted:",
+        "if self.drafter is not None and output.features is not None and not inputs.num_drafting:",
         ("tests/engine/test_exactness.py", "tests/engine/test_batching.py"),
     ),
     Mutation(
@@ -639,8 +639,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "scheduler: a preempted request keeps its blocks' count",
         "engine/scheduler.py",
-        "request.slot, request.num_cached, request.in_flight = -1, 0, 0",
-        "request.slot, request.in_flight = -1, 0",
+        "self.running.remove(request)\n        request.slot, request.num_cached, request.in_flight = -1, 0, 0",
+        "self.running.remove(request)\n        request.slot, request.in_flight = -1, 0",
         ("tests/engine/test_batching.py",),
     ),
     Mutation(

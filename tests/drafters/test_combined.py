@@ -70,7 +70,7 @@ def test_temperature_0_is_token_identical_to_target_only_decoding(architecture: 
     by_source = engine.statistics.by_source
     assert all(by_source[name].blocks.accepted for name in by_source)
     assert len(by_source) == 2
-    assert any(0 < (r.outputs.model_rows or 0) < r.inputs.num_drafted for r in reports), "no step mixed the sources"
+    assert any(0 < (r.outputs.model_rows or 0) < r.inputs.num_drafting for r in reports), "no step mixed the sources"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -362,7 +362,7 @@ def test_copied_text_is_looked_up_and_fresh_text_is_drafted_by_the_model(planner
     reports = watched(engine)
     got = engine.run([prompt], SamplingParams(temperature=0, max_tokens=count))[0]
     assert got.output.token_ids == text
-    decodes = [report for report in reports if report.inputs.num_drafted]
+    decodes = [report for report in reports if report.inputs.num_drafting]
     match = [int(report.outputs.evidence.match[0]) for report in decodes]
     source = [report.outputs.sources[0] for report in decodes]
     assert all(name == "oracle" for name, found in zip(source, match, strict=True) if found == 0)
@@ -387,7 +387,7 @@ def test_a_model_that_does_not_pay_rests_and_is_tried_again(reads_are_free: bool
     engine = build(target, drafter, device=device, table=DEAR, max_model_len=128)
     reports = watched(engine)
     engine.run([[5, 9, 33, 2, 61]], SamplingParams(temperature=1, max_tokens=100, seed=1))
-    ran = [bool(report.outputs.model_rows) for report in reports if report.inputs.num_drafted]
+    ran = [bool(report.outputs.model_rows) for report in reports if report.inputs.num_drafting]
     unseen = 0 if reads_are_free else 2  # the host has seen no step yet
     assert 0 < sum(ran[unseen:]) <= -(-len(ran) // PROBE_EVERY)
     assert not any(report.plan.suspended for report in reports)  # looking up goes on
@@ -419,7 +419,7 @@ def test_where_nothing_may_be_read_the_model_runs_by_what_the_host_saw_last() ->
     engine = build(target, drafter, device=QueueDevice(), max_model_len=128)
     reports = watched(engine)
     engine.run([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=80))
-    rows = [report.outputs.model_rows for report in reports if report.inputs.num_drafted]
+    rows = [report.outputs.model_rows for report in reports if report.inputs.num_drafting]
     assert rows[0] == 1
     assert 0 in rows, "a text that repeats itself should have put the model to rest"
 

@@ -397,7 +397,7 @@ def test_a_layout_fault_names_the_request(fault: str, monkeypatch: pytest.Monkey
     def check(inputs: Any, state: Any, cache: Any, batch: Any, widths: Any, anchor_row: Any) -> None:
         nonlocal broken
         honest_check(inputs, state, cache, batch, widths, anchor_row)
-        if len(set(widths.tolist())) > 1 and inputs.num_drafted > 1:
+        if len(set(widths.tolist())) > 1 and inputs.num_drafting > 1:
             broken += 1
             inputs, batch, widths, anchor_row = FAULTS[fault](inputs, batch, widths, anchor_row)
             honest_check(inputs, state, cache, batch, widths, anchor_row)

@@ -129,7 +129,7 @@ def test_every_step_can_be_rebuilt_and_run_from_what_was_sent(drafter: str, sett
         assert outputs.verdict.next_token.tolist() == report.outputs.next_token
         assert outputs.widths.tolist() == report.outputs.widths
         assert outputs.draft.tokens.tolist() == report.outputs.drafts
-        if twin.policy.confidence is not None and report.inputs.num_drafted:
+        if twin.policy.confidence is not None and report.inputs.num_drafting:
             twin.policy.learner.observe(report.plan, report.outputs, report.kept, 0.0)
     assert not receiving.left
     planner = settings.get("policy", {}).get("planner")

@@ -34,7 +34,7 @@ def steps_of(drafter: Any, device: Any, path: Path | None) -> tuple[list[StepRep
         prompts,
         [SamplingParams(temperature=t, max_tokens=24, seed=i, ignore_eos=True) for i, t in enumerate(TEMPERATURES)],
     )
-    return [report for report in reports if report.inputs.num_drafted == len(prompts)], engine.policy.confidence
+    return [report for report in reports if report.inputs.num_drafting == len(prompts)], engine.policy.confidence
 
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
@@ -101,7 +101,7 @@ def test_the_evidence_of_a_drafted_block_is_the_trained_drafters_own(loop: str) 
     engine.add_observer(reports.append)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     engine.run([[3, 1, 4, 1, 5], [9, 2, 6, 5], [1, 2, 1, 2, 1, 2]], params)
-    ran = [report.outputs for report in reports if report.inputs.num_drafted and report.outputs.model_rows != 0]
+    ran = [report.outputs for report in reports if report.inputs.num_drafting and report.outputs.model_rows != 0]
     assert len(ran) == len(own) > 8
     mixed = 0
     for outputs, draft in zip(ran, own, strict=True):

@@ -51,11 +51,11 @@ def test_a_table_with_depths_makes_blocks_shorter_and_changes_no_token(name: str
     engine.add_observer(seen.append)
     got = engine.run(texts, SamplingParams(temperature=0, max_tokens=60))
     assert [request.output.token_ids for request in got] == greedy_oracle(target, texts, 60)
-    depths = {report.inputs.plan.depth for report in seen if report.plan.drafted}
+    depths = {report.inputs.plan.depth for report in seen if report.plan.drafting}
     assert None in depths, "whole blocks must be drafted now and then, or nothing is learned of what lies behind"
     assert depths - {None}, "the depth was never chosen"
-    assert {report.to_dict()["depth"] for report in seen if report.plan.drafted} == depths
-    short = [report for report in seen if report.plan.drafted and report.inputs.plan.depth]
+    assert {report.to_dict()["depth"] for report in seen if report.plan.drafting} == depths
+    short = [report for report in seen if report.plan.drafting and report.inputs.plan.depth]
     for report in short:
         proposed, sources = report.outputs.proposed, report.outputs.sources
         assert proposed is not None
@@ -76,7 +76,7 @@ def test_predicted_cost_is_that_of_the_depth() -> None:
     engine.run([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=60))
     for depth in (1, None):
         report = next(
-            r for r in seen if r.plan.drafted and r.inputs.plan.depth == depth and not r.plan.load.prefill_tokens
+            r for r in seen if r.plan.drafting and r.inputs.plan.depth == depth and not r.plan.load.prefill_tokens
         )
         rows = 1 + sum(report.outputs.widths)
         expected = SHALLOW.step_costs(1, rows, 1, report.plan.load.context, depth=depth)[0]
@@ -91,7 +91,7 @@ def test_no_deeper_than_the_widest_window_allowed(settings: dict[str, Any], dept
     seen: list[StepReport] = []
     engine.add_observer(seen.append)
     engine.run([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=20))
-    assert {report.inputs.plan.depth for report in seen if report.plan.drafted} == {depth}
+    assert {report.inputs.plan.depth for report in seen if report.plan.drafting} == {depth}
 
 
 @pytest.mark.statistical
@@ -127,4 +127,4 @@ def test_overlapped_loop_drafts_short_blocks_too() -> None:
     engine.add_observer(seen.append)
     got = engine.run(texts, SamplingParams(temperature=0, max_tokens=60))
     assert [request.output.token_ids for request in got] == greedy_oracle(target, texts, 60)
-    assert {report.inputs.plan.depth for report in seen if report.plan.drafted} > {None}
+    assert {report.inputs.plan.depth for report in seen if report.plan.drafting} > {None}

@@ -290,7 +290,7 @@ class TestNegativeControls:
 
         def peeking(self: Any, inputs: Any, limits: Any, draft: Draft, confidence: Any) -> Any:
             widths = honest(self, inputs, limits, draft, confidence).clone()
-            drafted = inputs.num_drafted
+            drafted = inputs.num_drafting
             widths[:drafted] = torch.where(draft.tokens[:, 0] >= 3, 0, widths[:drafted])
             return widths
 

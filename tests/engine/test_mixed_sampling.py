@@ -197,7 +197,7 @@ def test_what_is_accepted_is_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -
         draft, proposal = honest(inputs, requests)
         assert isinstance(draft, Draft)
         for row, (slot, length) in enumerate(zip(requests.slots.tolist(), requests.lengths.tolist(), strict=True)):
-            if row < inputs.num_drafted:
+            if row < inputs.num_drafting:
                 ahead = engine.state.history[slot, length + 1 : length + 1 + draft.tokens.shape[1]]
                 written[bool(torch.equal(ahead, draft.tokens[row]))] += 1
         return draft, proposal

@@ -75,7 +75,7 @@ class TestAppendixA:
 
             def look_ahead(scheduled: Any) -> Any:
                 made = plan(scheduled)
-                if made.drafted:
+                if made.drafting:
                     made.decision, made.decide = None, lambda survival, limits: best_budget(survival, made)
                 return made
 

@@ -1,7 +1,7 @@
 """One request at a time: transformers' own `generate`, and this engine without drafts, with them, and on int8 weights.
 
 All arms answer the same prompts in turn, beginning with another one each time. Of every answer the decode speed counts: tokens
-behind the first, by the time from the first to the last. A plain read of memory takes its turns among them: every weight
+after the first, by the time from the first to the last. A plain read of memory takes its turns among them: every weight
 has to be read for every token of an arm without drafts, so that rate by the bytes of the weights is the most it can do.
 
 Greedy tokens of two implementations may part where two candidates (nearly) tie, because they sum in different orders; each
@@ -187,7 +187,7 @@ def measure_decode(
 
 @torch.inference_mode()
 def _generate(model: Any, prompt: list[int], length: int, eos: list[int]) -> tuple[list[int], float]:
-    """Greedy tokens by transformers, and tokens behind the first per second."""
+    """Greedy tokens by transformers, and tokens after the first per second."""
     times: list[float] = []
 
     def watch(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:

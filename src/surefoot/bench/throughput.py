@@ -114,7 +114,7 @@ class BenchJob(NamedTuple):
 def jobs_of(prompts: Sequence[list[int]], params: SamplingParams, count: int) -> list[BenchJob]:
     """`count` jobs, the prompts round and round; lengths of answers are spread over half to one and a half of `max_tokens`.
 
-    Equal lengths would be a gift to arms that advance in step: their answers all end at once, and the prompts behind them
+    Equal lengths would be a gift to arms that advance in step: their answers all end at once, and the prompts after them
     are read in one large batch. No served workload is like that.
     """
     assert params.max_tokens is not None

@@ -114,7 +114,7 @@ class ThreadDevice:
 
 
 class CudaDevice:
-    """A CUDA stream: outputs travel to pinned memory behind the step, an event says when they have arrived."""
+    """A CUDA stream: outputs travel to pinned memory after the step, an event says when they have arrived."""
 
     overlaps = True
     reads_are_free = False

@@ -323,11 +323,11 @@ class Engine:
             return None
         start = time.perf_counter()
         plan = self.policy.plan(schedule.scheduled)
-        parts = [*plan.drafted, *plan.undrafted, *(part for part in schedule.scheduled if not part.emits)]
-        emitting = parts[: len(plan.drafted) + len(plan.undrafted)]
+        parts = [*plan.drafting, *plan.not_drafting, *(part for part in schedule.scheduled if not part.emits)]
+        emitting = parts[: len(plan.drafting) + len(plan.not_drafting)]
         inputs = StepInputs(
             slots=[part.request.slot for part in parts],
-            num_drafted=len(plan.drafted),
+            num_drafting=len(plan.drafting),
             num_emitting=len(emitting),
             context_rows=[part.context_rows for part in parts],
             steps=[part.request.num_launched for part in emitting],
@@ -357,7 +357,7 @@ class Engine:
         row = 0
         for index, part in enumerate(launched.parts[: launched.inputs.num_emitting]):
             request = part.request
-            width = outputs.widths[index] if index < launched.inputs.num_drafted else 0
+            width = outputs.widths[index] if index < launched.inputs.num_drafting else 0
             before = request.num_output
             if request.status is Status.RUNNING:
                 try:
@@ -401,7 +401,7 @@ class Engine:
                     self._observer_problem.__cause__ = problem
 
     def _emit(self, part: Scheduled, index: int, row: int, outputs: HostOutputs, launched: InFlight) -> None:
-        """Hand one ordered block to the output, and drop everywhere what lies behind a stop."""
+        """Hand one ordered block to the output, and drop everywhere what comes after a stop."""
         request, accepted = part.request, outputs.accepted[index]
         tokens = [*(outputs.drafts[index][:accepted] if accepted else ()), outputs.next_token[index]]
         event = request.output.push(tokens, token_logprobs(request.params, tokens, row, outputs))
@@ -411,7 +411,9 @@ class Engine:
         request.token_ids.extend(tokens[: event.num_kept])
         request.num_cached += part.context_rows + accepted + 1
         request.in_flight = max(0, request.in_flight - part.context_rows - self.gamma - 1)
-        record_block(request, index if index < launched.inputs.num_drafted else None, accepted, event.num_kept, outputs)
+        record_block(
+            request, index if index < launched.inputs.num_drafting else None, accepted, event.num_kept, outputs
+        )
         self.blocks.commit(request.slot, request.token_ids, min(request.num_cached, len(request.token_ids)))
         if event.finish_reason is not None:
             self._finish(request)

@@ -39,7 +39,7 @@ def check_layout(
 
         emits = index < inputs.num_emitting
         width = all_widths[index] if emits else 0
-        if index < inputs.num_drafted:
+        if index < inputs.num_drafting:
             check(
                 0 <= width <= inputs.plan.limits[index], f"width {width} is outside 0 ... {inputs.plan.limits[index]}"
             )

@@ -119,7 +119,7 @@ class StepLearner:
             kept: [E] tokens each emitting request delivered; 0 where it had left meanwhile.
             host_ms: host time of the step that the device could not hide.
         """
-        count = len(plan.drafted)
+        count = len(plan.drafting)
         widths, accepted = outputs.widths, outputs.accepted
         proposed = [self.gamma] * count if outputs.proposed is None else outputs.proposed
         model_requests = count if outputs.model_rows is None else outputs.model_rows
@@ -212,7 +212,7 @@ def plain_ms(table: CostTable, load: StepLoad) -> float:
 def _observe_breakers(plan: Plan, outputs: HostOutputs) -> Counter[BreakerState]:
     """Tell every request's breaker what became of its block; the number of breakers in each state."""
     states: Counter[BreakerState] = Counter()
-    parts = [*plan.drafted, *plan.undrafted]
+    parts = [*plan.drafting, *plan.not_drafting]
     if not parts or parts[0].request.breaker is None:  # an engine has them for all requests or for none
         return states
     for index, part in enumerate(parts):

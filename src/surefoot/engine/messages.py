@@ -48,7 +48,7 @@ class StepInputs:
     slots: list[int]  # [R] state slots
     context_rows: list[int]  # [R] rows before the anchor: a prompt chunk; 0 for a pure decode
     steps: list[int]  # [E] decode steps the request has taken
-    num_drafted: int  # D: requests that get a draft
+    num_drafting: int  # D: requests that get a draft
     num_emitting: int  # E: requests that emit tokens this step (D of them drafted)
     plan: WidthPlan = field(default_factory=WidthPlan)
     flags: SamplingFlags = field(default_factory=SamplingFlags)
@@ -84,7 +84,7 @@ class StepRequests(NamedTuple):
         table = [[*column, *[0] * (count - len(column))] for column in columns]
         slots, context, steps, limits = to_device(table, torch.int64, state.device).unbind()
         lengths = state.lengths.index_select(0, slots)
-        return cls(slots, context, steps[: inputs.num_emitting], limits[: inputs.num_drafted], lengths)
+        return cls(slots, context, steps[: inputs.num_emitting], limits[: inputs.num_drafting], lengths)
 
 
 @dataclass(frozen=True)

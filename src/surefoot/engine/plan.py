@@ -17,8 +17,8 @@ from surefoot.speculation.survival import Seat
 class Plan:
     """The emitting requests of a step, split by whether they get a draft, and what they may verify."""
 
-    drafted: list[Scheduled]
-    undrafted: list[Scheduled]
+    drafting: list[Scheduled]
+    not_drafting: list[Scheduled]
     limits: list[int]  # [D]
     load: StepLoad
     decision: Decision | None = None  # None until the step has asked (`decide`)

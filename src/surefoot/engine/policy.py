@@ -138,8 +138,8 @@ class WidthPolicy:
         """Decide one step, as far as it can be decided before its blocks are drafted."""
         self._step += 1
         emitting = [part for part in scheduled if part.emits]
-        drafted: list[Scheduled] = []
-        undrafted: list[Scheduled] = []
+        drafting: list[Scheduled] = []
+        not_drafting: list[Scheduled] = []
         limits: list[int] = []
         paused, widest = 0, self.max_width
         for part in emitting:
@@ -149,10 +149,10 @@ class WidthPolicy:
                 paused += 1
                 limit = 0
             if limit:
-                drafted.append(part)
+                drafting.append(part)
                 limits.append(limit)
             else:
-                undrafted.append(part)
+                not_drafting.append(part)
         share = self.learner.model_share
         load = StepLoad(
             requests=len(emitting),
@@ -162,11 +162,11 @@ class WidthPolicy:
             step=self._step,
             model_requests=None if share == 1.0 else round(share * len(limits)),
         )
-        if drafted and (depth := self._depth_of(load)) is not None:
+        if drafting and (depth := self._depth_of(load)) is not None:
             load = load._replace(depth=depth)
-        plan = Plan(drafted, undrafted, limits, load, self.stale.settled(load), depth=load.depth, paused=paused)
-        if self._publishes and drafted:
-            plan.seats = [self._seat(part.request) for part in drafted]
+        plan = Plan(drafting, not_drafting, limits, load, self.stale.settled(load), depth=load.depth, paused=paused)
+        if self._publishes and drafting:
+            plan.seats = [self._seat(part.request) for part in drafting]
         if plan.decision is not None:
             return plan
         if self.confidence is not None and self.confidence.warming_up:
@@ -176,7 +176,7 @@ class WidthPolicy:
             if not plan.explored and self._draft_loses(decision, load):
                 load = load._replace(limits=[])
                 return Plan(
-                    [], [*drafted, *undrafted], [], load, self.stale.settled(load), suspended=True, paused=paused
+                    [], [*drafting, *not_drafting], [], load, self.stale.settled(load), suspended=True, paused=paused
                 )
             plan.decision = decision
         if self.current is not None:

@@ -17,7 +17,7 @@ class Scheduled(NamedTuple):
     """One request's part of a step."""
 
     request: Request
-    context_rows: int  # prompt rows in front of the anchor
+    context_rows: int  # prompt rows before the anchor
     emits: bool  # False for a prompt chunk that is not the last one
     may_draft: bool  # a pure decode: the drafter's context reaches up to the anchor
 
@@ -40,7 +40,7 @@ class Scheduler:
         blocks: the block manager.
         max_num_seqs: state slots.
         max_num_batched_tokens: rows one step may have, drafts included; at least max_num_seqs * frontier.
-        frontier: positions reserved behind a committed length (gamma + 1).
+        frontier: positions reserved after a committed length (gamma + 1).
         prefill_chunk: prompt rows one request may have in a step (None: all there are).
     """
 

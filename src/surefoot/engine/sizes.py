@@ -82,7 +82,7 @@ def _cache_blocks(
     windows = {spec.window for spec in target.layers if spec.window is not None}
     window_blocks = 0
     if windows:
-        # What a row sees, and behind it the chunk and the frontier of two steps: one in flight, one being prepared.
+        # What a row sees, and after it the chunk and the frontier of two steps: one in flight, one being prepared.
         reach = max(windows) + 2 * (options.max_num_batched_tokens + frontier)
         window_blocks = 1 + options.max_num_seqs * min(per_sequence, -(-reach // size) + 1)
     if options.num_blocks is not None:

@@ -86,7 +86,7 @@ class DecodeStep:
         lap("extend")
         return StepOutputs(
             draft,
-            widths[: inputs.num_drafted],
+            widths[: inputs.num_drafting],
             verdict,
             confidence,
             target_logprobs(inputs.flags.logprobs, rows, self.state.history),
@@ -99,9 +99,9 @@ class DecodeStep:
 
     def _draft(self, inputs: StepInputs, requests: StepRequests) -> tuple[Draft, Proposal]:
         """A block for each of the first D requests, written after their anchors, and what it was drawn from."""
-        drafted = inputs.num_drafted
-        slots, lengths, history = requests.slots[:drafted], requests.lengths[:drafted], self.state.history
-        if self.drafter is None or not drafted:
+        drafting = inputs.num_drafting
+        slots, lengths, history = requests.slots[:drafting], requests.lengths[:drafting], self.state.history
+        if self.drafter is None or not drafting:
             return Draft(slots.new_zeros(0, self.gamma), point_mass=True), Proposal(None)
         sampler = BlockSampler(
             self.state.sampling,
@@ -109,7 +109,7 @@ class DecodeStep:
             history,
             slots,
             lengths,
-            requests.steps[:drafted],
+            requests.steps[:drafting],
             self.gamma,
             self.vocabulary,
         )
@@ -132,16 +132,16 @@ class DecodeStep:
 
     def _allocate(self, inputs: StepInputs, requests: StepRequests, draft: Draft, confidence: Tensor | None) -> Tensor:
         """Widths of the emitting requests, [E] int64; requests without a draft get 0."""
-        plan, limits, undrafted = inputs.plan, requests.limits, inputs.num_emitting - inputs.num_drafted
-        if not inputs.num_drafted:
-            return limits.new_zeros(undrafted)
+        plan, limits, others = inputs.plan, requests.limits, inputs.num_emitting - inputs.num_drafting
+        if not inputs.num_drafting:
+            return limits.new_zeros(others)
         if draft.lengths is not None:
             limits = torch.minimum(limits, draft.lengths)
         if plan.widths is not None:
             widths = torch.minimum(to_device(plan.widths, torch.int64, limits.device), limits)
         else:
             if confidence is None:
-                confidence = torch.ones(inputs.num_drafted, self.gamma, device=limits.device)
+                confidence = torch.ones(inputs.num_drafting, self.gamma, device=limits.device)
             survival = prefix_survival(confidence)
             decision = None if plan.decide is None else plan.decide(survival, limits)
             if decision is not None and decision.widths is not None:
@@ -149,7 +149,7 @@ class DecodeStep:
             else:
                 budget = plan.budget if decision is None else decision.budget
                 widths = allocate(survival, budget, limits, plan.min_width)
-        return torch.cat([widths, widths.new_zeros(undrafted)]) if undrafted else widths
+        return torch.cat([widths, widths.new_zeros(others)]) if others else widths
 
     def _pack(self, inputs: StepInputs, requests: StepRequests, widths: Tensor) -> tuple[FlatBatch, Tensor]:
         """The flat batch, and the logit row of every emitting request's anchor ([E] int64)."""
@@ -169,12 +169,12 @@ class DecodeStep:
         widths: Tensor,
         proposal: Proposal,
     ) -> Verdict:
-        emitting, drafted = inputs.num_emitting, inputs.num_drafted
+        emitting, drafting = inputs.num_emitting, inputs.num_drafting
         slots, steps = requests.slots[:emitting], requests.steps
         if not emitting:
             return Verdict.of(steps, steps)
         if inputs.flags.greedy:
-            return accept_greedy(argmax_rows(rows.logits), anchor_row, draft.tokens, widths[:drafted])
+            return accept_greedy(argmax_rows(rows.logits), anchor_row, draft.tokens, widths[:drafting])
         sampling, history = self.state.sampling, self.state.history
         target_probs = processed(rows.logits, sampling, inputs.flags, history, rows.slots, rows.positions + 1)
         seeds, k = sampling.seed[slots], torch.arange(self.gamma, device=slots.device)
@@ -182,9 +182,9 @@ class DecodeStep:
             target_probs,
             anchor_row,
             draft.tokens,
-            widths[:drafted],
+            widths[:drafting],
             proposal,
-            uniforms(seeds[:drafted].unsqueeze(1), steps[:drafted].unsqueeze(1), Purpose.ACCEPT, k),
+            uniforms(seeds[:drafting].unsqueeze(1), steps[:drafting].unsqueeze(1), Purpose.ACCEPT, k),
             uniforms(seeds, steps, Purpose.EMIT, torch.zeros_like(steps)),
             sample_rows,
         )

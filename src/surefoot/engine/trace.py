@@ -42,7 +42,7 @@ class StepReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data: a line of the trace. `surefoot simulate` replays its `blocks`."""
         plan, inputs, outputs = self.plan, self.inputs, self.outputs
-        decision, count = plan.decision, inputs.num_drafted
+        decision, count = plan.decision, inputs.num_drafting
         assert decision is not None  # the step has asked
         proposed = outputs.proposed or [self.gamma] * count
         survival = (

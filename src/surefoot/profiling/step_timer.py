@@ -117,13 +117,13 @@ class StepTimer:
         parts, drafts = self._parts[: point.requests], point.rows - point.requests
         start = time.perf_counter()
         plan = self._policy.plan(parts)
-        drafted = len(plan.drafted)
+        drafted = len(plan.drafting)
         widths = [drafts // point.requests + (index < drafts % point.requests) for index in range(drafted)]
         inputs = StepInputs(
             slots=list(range(point.requests)),
             context_rows=[0] * point.requests,
             steps=[self._taken] * point.requests,
-            num_drafted=drafted,
+            num_drafting=drafted,
             num_emitting=point.requests,
             plan=WidthPlan(plan.limits, drafts, widths=widths if drafted else None, depth=point.depth),
             flags=SamplingFlags.of(PARAMS)._replace(reads_are_free=reads_are_free),

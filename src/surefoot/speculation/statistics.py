@@ -196,7 +196,7 @@ class Statistics:
     ) -> None:
         """Take the predicted survivals of N blocks ([N, gamma]), and their [N] widths and accepted lengths.
 
-        A position counts where its fate is known: inside the window, or behind a rejection.
+        A position counts where its fate is known: inside the window, or after a rejection.
         """
         for source in {*(sources or ())} - {None}:
             own = np.array([name == source for name in sources or ()])

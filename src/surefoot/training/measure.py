@@ -148,7 +148,7 @@ def note_blocks(report: StepReport, temperature: float, blocks_of: Callable[[str
     logits, signal = (
         None if value is None else value.tolist() for value in (outputs.evidence.logits, outputs.evidence.signal)
     )
-    for row in range(report.inputs.num_drafted):
+    for row in range(report.inputs.num_drafting):
         if report.kept[row] == 0 or not outputs.widths[row]:
             continue
         blocks = blocks_of(report.request_ids[row])

@@ -340,3 +340,44 @@ def test_an_interrupt_on_the_loops_thread_costs_nobody_a_token(expected: list[li
             faults.arm(stage, "interrupt", after=True)
         assert [[token for event in handle for token in event.token_ids] for handle in handles] == expected
         assert sum(faults.fired.values()) == 3
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_who_is_cancelled_after_an_interrupted_step_gets_its_tokens_with_the_end(
+    loop: str, monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
+    """The step had emitted when the interrupt came; its events wait for the next call, which must not speak for who has left."""
+    engine = engine_of(loop)
+    requests = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    told: dict[str, list[int]] = defaultdict(list)
+    observe, calls = engine.policy.learner.observe, []
+
+    def interrupted(*arguments: Any) -> None:
+        calls.append(1)
+        observe(*arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.policy.learner, "observe", interrupted)
+
+    def run() -> None:
+        while True:
+            for request, event in engine.step():
+                told[request.request_id] += event.token_ids
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    leaving = next(request for request, _ in engine._events if request.finished_at is None)
+    last = engine.cancel(leaving.request_id)
+    assert last is not None
+    assert last.finish_reason == "abort"
+    assert last.token_ids
+    told[leaving.request_id] += last.token_ids
+    assert told[leaving.request_id] == leaving.output.token_ids
+    before = list(told[leaving.request_id])
+    drain(engine, told)
+    assert told[leaving.request_id] == before, "an event for somebody who has left"
+    for request, tokens in zip(requests, expected, strict=False):
+        assert told[request.request_id] == tokens[: len(told[request.request_id])]
+        assert request is leaving or told[request.request_id] == tokens
+    engine.assert_clean()

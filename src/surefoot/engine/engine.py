@@ -216,16 +216,11 @@ class Engine:
             )
         self.requests[request.request_id] = request
         request.stream = self._streams.open(request.seed)
-        if (
-            after is not None
-            and self.blocks.prefix_reuse
-            and after.request_id in self.requests
-            and not after.num_output
-        ):
+        if after is None or not self.blocks.prefix_reuse or after.num_output or after.request_id not in self.requests:
+            self.scheduler.add(request)
+        else:
             request.status = Status.HELD
             self._followers.setdefault(after.request_id, []).append(request)
-        else:
-            self.scheduler.add(request)
 
     def add_request(
         self,
@@ -255,10 +250,19 @@ class Engine:
     def cancel(self, request_id: str) -> OutputEvent | None:
         """End a request now: its slot and blocks are free at once, and a step in flight emits nothing for it."""
         self._check_owner()
-        request = self.requests.pop(request_id, None)
+        request = self.requests.get(request_id)
         if request is None:
             return None
-        event = request.output.abort()
+        event = self._end(request, request.output.abort())
+        self._events = [(owner, other) for owner, other in self._events if owner is not request]
+        return event
+
+    def _end(self, request: Request, last: OutputEvent) -> OutputEvent:
+        """`last`, or the event that has not been returned yet with the end of `last`: one event a request and step."""
+        event = next((event for owner, event in self._events if owner is request), last)
+        if event is not last:
+            event.text += last.text
+            event.finish_reason, event.stop_reason, event.error = last.finish_reason, last.stop_reason, last.error
         self._finish(request)
         return event
 
@@ -483,15 +487,10 @@ class Engine:
             raise interrupt
 
     def _fail(self, request: Request, problem: BaseException | str) -> None:
-        """End one request with an error. What this step has already emitted for it goes out in the same event."""
+        """End one request with an error."""
         if isinstance(problem, BaseException):
             request.failure = problem
             problem = " ".join(f"a step of the engine failed: {type(problem).__name__}: {problem}".split())
         last = request.output.fail(problem)
-        if self._events and self._events[-1][0] is request:
-            event = self._events[-1][1]
-            event.text += last.text
-            event.finish_reason, event.stop_reason, event.error = last.finish_reason, last.stop_reason, last.error
-        else:
+        if self._end(request, last) is last:
             self._events.append((request, last))
-        self._finish(request)

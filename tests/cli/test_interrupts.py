@@ -80,7 +80,11 @@ def test_an_interrupted_chat_goes_on_with_its_conversation(checkpoints: Path, ca
     with Terminal(*chat, environment={"SUREFOOT_CACHE": str(cache)}) as terminal:
         terminal.wait_for(PASTE_ON)
         terminal.type(b"one\r")
-        terminal.read(0.5)
+        terminal.wait_for("> one\n")
+        while (
+            len(terminal.text.partition("> one\n")[2]) < 8
+        ):  # the answer has begun; long, it would not fit a second time
+            terminal.read(0.02)
         terminal.type(b"\x03")
         terminal.wait_for("stopped")
         terminal.wait_for(PASTE_ON, 2)

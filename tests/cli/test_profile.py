@@ -75,12 +75,16 @@ def test_a_table_goes_out_and_comes_back_in_the_form_of_another_engine(
 ) -> None:
     engine, there = ("-m", str(checkpoints / "target"), *ENGINE), tmp_path / "there.json"
     measured = strict_json(run("profile", *engine, "--seconds", "0", "--json").stdout)["table"]
-    result = run("profile", *engine, "--export", str(there), "--format", form)
-    assert result.exit_code == 0, result.stderr
-    assert str(there) in result.stderr
     saved = next((cache / "cost-tables").glob("*.json"))
     before = CostTable.load(saved)
     assert before.to_dict() == measured
+    # A tiny engine on a busy machine may measure a flat curve, which nobody plans with.
+    rising = tuple(tuple(ms * (1 + index) for index, ms in enumerate(curve)) for curve in before.verify_ms)
+    before = dataclasses.replace(before, verify_ms=rising)
+    before.save(saved)
+    result = run("profile", *engine, "--export", str(there), "--format", form)
+    assert result.exit_code == 0, result.stderr
+    assert str(there) in result.stderr
     result = run("profile", *engine, "--import", str(there), "--format", form)
     assert result.exit_code == 0, result.stderr
     after = CostTable.load(saved, before.fingerprint)  # of this engine, where every start looks

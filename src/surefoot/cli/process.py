@@ -42,7 +42,7 @@ UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, e
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _WATCHDOG = "surefoot-watchdog"
-_SHOW_CURSOR = "\x1b[?25h"
+_SANE = "\x1b[?2004l\x1b[?25h"  # pasting not bracketed, the cursor visible
 
 _watchdog: int | None = None  # a pipe to the thread that ends the process if nothing else does
 _terminal: Any = None  # settings of the terminal at the start
@@ -248,7 +248,7 @@ def _remember_terminal() -> None:
 
 
 def restore_terminal() -> None:
-    """As it was at the start: echo and line mode on, cursor visible."""
+    """As it was at the start: echo and line mode on, pasting not bracketed, cursor visible."""
     if _terminal is not None:
         with contextlib.suppress(Exception):
             import termios
@@ -256,4 +256,4 @@ def restore_terminal() -> None:
             termios.tcsetattr(0, termios.TCSANOW, _terminal)
     with contextlib.suppress(Exception):
         if os.isatty(2):
-            os.write(2, _SHOW_CURSOR.encode())
+            os.write(2, _SANE.encode())

@@ -1,5 +1,7 @@
 """Random lives of many requests in one engine, against each of them decoded alone without a drafter.
 
+A life is a function of its seed alone, so what all lives of a kind have met can be counted and asserted.
+
 The oracle is surefoot's own engine on one request at a time, target-only; `test_exactness` compares that one with transformers.
 """
 
@@ -12,9 +14,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from surefoot.engine.output import OutputEvent
 from surefoot.engine.request import Request
@@ -30,8 +29,6 @@ MODEL_LEN = 48
 LONGEST = 22  # output tokens
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [3, 1, 4, 1, 5, 2, 2], [7] * 21, [])
 STAIRCASE = CostTable((1, 2, 4, 8, 16, 64), ((1.0, 1.05, 1.3, 2.1, 4.0, 16.0),), (1, 8), (0.2, 0.4))
-EVENTS: Counter[str] = Counter()  # of the whole session
-FAULT_EVENTS: Counter[str] = Counter()  # of the lives in which steps fail
 PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1, "logit_bias": {2: 1.5}}
 
 
@@ -92,7 +89,10 @@ def some_request(random: Random) -> tuple[list[int], SamplingParams]:
     """A prompt that shares its stem with others', and settings of every kind."""
     pick = random.choice
     prompt = [*pick(STEMS), *random.choices(range(VOCAB), k=random.randint(1, 5))]
-    kind = pick(["greedy", "greedy", "penalised", "sampled"])
+    kind = pick(["greedy", "greedy", "penalised", "sampled", "coin"])
+    if kind == "coin":  # two tokens, alike: drafts go on after the one that ends the text
+        prompt, settings = [*prompt, *[5, 6] * 4], {"temperature": 0.9, "logit_bias": {5: 100, 6: 100}}
+        return prompt, SamplingParams(**settings, max_tokens=random.randint(4, LONGEST), stop_token_ids=[6])
     settings = {"temperature": 0} if kind != "sampled" else {"temperature": 0.9, "top_p": 0.9, "top_k": 9}
     max_tokens = random.randint(1, LONGEST)
     return prompt, SamplingParams(
@@ -108,17 +108,24 @@ def some_request(random: Random) -> tuple[list[int], SamplingParams]:
     )
 
 
-class EngineMachine(RuleBasedStateMachine):
-    """Joins, steps and leaves in any order, in an engine of any make."""
+class Life:
+    """Joins, steps and leaves in any order, in an engine of any make.
+
+    Args:
+        seed: decides everything.
+        events: counts what has happened.
+    """
 
     models: tuple[tuple[str, str], ...] = (("cheap", "prompt-lookup"),)
-    events = EVENTS
     faults_come = False
 
-    @initialize(seed=st.integers(0, 2**32 - 1))
-    def build(self, seed: int) -> None:
-        pick = Random(seed).choice
-        self.architecture, name = pick(self.models)
+    def __init__(self, seed: int, events: Counter[str]) -> None:
+        self.random, self.events = Random(seed), events
+        self.build(*self.models[seed % len(self.models)])
+
+    def build(self, architecture: str, name: str) -> None:
+        pick = self.random.choice
+        self.architecture = architecture
         gamma, block_size, slots = pick([4, 4, 1, 3]), pick([4, 1, 16]), pick([4, 4, 2, 1])
         widths = pick([None, None, "0,3,1,4,2", "2"])
         if name == "none":
@@ -149,40 +156,33 @@ class EngineMachine(RuleBasedStateMachine):
         self.limits: dict[str, int] = {}
         self.events.update([f"loop: {loop}", f"drafter: {name}", "engines"])
 
-    @rule(seed=st.integers(0, 2**32 - 1))
-    def add(self, seed: int) -> None:
-        self.enter(Random(seed))
+    def play(self, actions: int) -> None:
+        """So many actions, then whoever is left runs to its end."""
+        try:
+            for _ in range(actions):
+                self.act()
+                self.every_block_has_an_owner()
+        finally:
+            self.finish()
 
-    @rule(count=st.integers(1, 5))
-    def step(self, count: int) -> None:
-        for _ in range(count):
+    def act(self) -> None:
+        action = self.random.random()
+        if action < 0.3 and len(self.alive) < 8:
+            self.enter()
+        elif action < 0.35 and self.alive:
+            self.leave(self.random.choice(sorted(self.alive)))
+        elif action < 0.47 and self.faults_come:
+            self.arm()
+        else:
             self.advance()
 
-    @rule(pick=st.integers(0, 30))
-    def cancel(self, pick: int) -> None:
-        if pick < len(self.alive):
-            self.leave(sorted(self.alive)[pick])
+    def arm(self) -> None:
+        """Something fails when its stage comes next."""
+        pick = self.random.choice
+        self.faults.arm(pick(list(STAGES)), pick(list(KINDS)), self.random.random() < 0.5)
 
-    @rule(seed=st.integers(0, 2**32 - 1))
-    def storm(self, seed: int) -> None:
-        """Much of everything; hypothesis alone likes its runs short."""
-        random = Random(seed)
-        for _ in range(32):
-            action = random.random()
-            if action < 0.3 and len(self.alive) < 8:
-                self.enter(random)
-            elif action < 0.35 and self.alive:
-                self.leave(random.choice(sorted(self.alive)))
-            elif action < 0.47 and self.faults_come:
-                self.arm(random)
-            else:
-                self.advance()
-
-    def arm(self, random: Random) -> None:
-        self.faults.arm(random.choice(list(STAGES)), random.choice(list(KINDS)), random.random() < 0.5)
-
-    def enter(self, random: Random) -> None:
-        request = self.engine.add_request(*some_request(random))
+    def enter(self) -> None:
+        request = self.engine.add_request(*some_request(self.random))
         self.alive[request.request_id] = request
         self.seen[request.request_id] = []
         self.limits[request.request_id] = request.gamma  # which a fault may lower
@@ -263,10 +263,7 @@ class EngineMachine(RuleBasedStateMachine):
             got = [entry.logprob for entry in request.output.logprobs]
             assert all(abs(a - b) < 1e-5 for a, b in zip(got, own, strict=False))
 
-    @invariant()
     def every_block_has_an_owner(self) -> None:
-        if not hasattr(self, "engine"):
-            return
         engine = self.engine
         running = engine.scheduler.running
         assert {request.slot for request in running} == set(engine.blocks.sequences)
@@ -275,9 +272,7 @@ class EngineMachine(RuleBasedStateMachine):
             held = {b for sequence in engine.blocks.sequences.values() for b in sequence.blocks[group] if b}
             assert pool.num_used == len(held)
 
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
+    def finish(self) -> None:
         try:
             for _ in range(2000):
                 if not self.engine.has_work:
@@ -292,7 +287,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.step() == []
 
 
-class ModelMachine(EngineMachine):
+class ModelLife(Life):
     """The same over models of transformers and drafters with a context of their own."""
 
     models = (
@@ -305,80 +300,62 @@ class ModelMachine(EngineMachine):
     )
 
 
-class FaultMachine(EngineMachine):
+class FaultLife(Life):
     """The same while steps fail: who does not end with an error is right, and so is whoever comes later."""
 
     models = (("cheap", "prompt-lookup"), ("cheap", "dspark"))
-    events = FAULT_EVENTS
     faults_come = True
 
-    @rule(seed=st.integers(0, 2**32 - 1))
-    def fault(self, seed: int) -> None:
-        """Something fails when its stage comes next."""
-        self.arm(Random(seed))
+
+def play(kind: type[Life], lives: int, actions: int) -> Counter[str]:
+    """What so many lives have met. A life that fails names its seed."""
+    events: Counter[str] = Counter()
+    for seed in range(lives):
+        try:
+            kind(seed, events).play(actions)
+        except BaseException:
+            print(f"the life that fails: {kind.__name__}({seed}, Counter()).play({actions})")
+            raise
+    return events
 
 
-def machine_settings(examples: int, steps: int) -> settings:
-    return settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],  # a failure names the seeds that make it; shrinking them would take minutes
-        suppress_health_check=list(HealthCheck),
-    )
+def test_fuzz() -> None:
+    events = play(Life, 48, 80)
+    assert events["steps"] + events["joins"] > 3000, events
+    for kind in ("prefix hits", "accepted drafts", "ended: length", "ended: stop"):
+        assert events[kind] >= 20, events
+    assert events["stops inside a block"] >= 8, events
+    for kind in ("preemptions", "cancelled waiting", "cancelled running", "cancelled running, in flight"):
+        assert events[kind] >= 3, events
+    for loop in ("plain", "late", "early"):
+        assert events[f"loop: {loop}"] >= 5, events
 
 
-EngineMachine.TestCase.settings = machine_settings(24, 20)
-ModelMachine.TestCase.settings = machine_settings(8, 6)
-FaultMachine.TestCase.settings = machine_settings(14, 12)
-TestFuzzModels = ModelMachine.TestCase
+def test_fuzz_models() -> None:
+    events = play(ModelLife, 12, 40)
+    assert events["steps"] > 400, events
+    for _, drafter in ModelLife.models:
+        assert events[f"drafter: {drafter}"] >= 2, events
 
 
-class TestFuzz(EngineMachine.TestCase):  # type: ignore[name-defined,misc]
-    @classmethod
-    def tearDownClass(cls) -> None:
-        """Everything a life can hold has happened, and often. Here, and not in a test behind it: that may run elsewhere."""
-        super().tearDownClass()
-        assert EVENTS["steps"] + EVENTS["joins"] > 3000, EVENTS
-        for kind in ("prefix hits", "accepted drafts", "ended: length", "ended: stop"):
-            assert EVENTS[kind] >= 20, EVENTS
-        for kind in (
-            "preemptions",
-            "stops inside a block",
-            "cancelled waiting",
-            "cancelled running",
-            "cancelled running, in flight",
-        ):
-            assert EVENTS[kind], EVENTS
-        print(EVENTS)
+def assert_met_faults(events: Counter[str]) -> None:
+    assert events["faults"] > 50, events
+    assert events["interrupts"] > 5, events
+    assert events["ended well after a fault"] > 50, events
+    assert events["ended: error"] < events["ended well after a fault"], events
+    for stage in STAGES:
+        assert events[f"fault at {stage}"], (stage, events)
 
 
-class TestFuzzFaults(FaultMachine.TestCase):  # type: ignore[name-defined,misc]
-    @classmethod
-    def tearDownClass(cls) -> None:
-        super().tearDownClass()
-        events = FAULT_EVENTS
-        assert events["steps"] > 400, events
-        assert events["faults"] > 50, events
-        assert events["interrupts"] > 5, events
-        assert events["ended well after a fault"] > 50, events
-        assert events["ended: error"] < events["ended well after a fault"], events
-        for stage in STAGES:
-            assert events[f"fault at {stage}"], (stage, events)
-
-
-class LongFaultMachine(FaultMachine):
-    """Ten thousand steps."""
-
-
-LongFaultMachine.TestCase.settings = machine_settings(150, 30)
+def test_fuzz_faults() -> None:
+    events = play(FaultLife, 16, 80)
+    assert events["steps"] > 1000, events
+    assert_met_faults(events)
 
 
 @pytest.mark.slow
-class TestFuzzFaultsLong(LongFaultMachine.TestCase):  # type: ignore[name-defined,misc]
-    @classmethod
-    def tearDownClass(cls) -> None:
-        super().tearDownClass()
-        assert FAULT_EVENTS["steps"] > 10_000, FaultMachine.events
+def test_fuzz_faults_long() -> None:
+    """Ten thousand steps."""
+    events = play(FaultLife, 120, 120)
+    assert events["steps"] > 10_000, events
+    assert_met_faults(events)

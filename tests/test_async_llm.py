@@ -168,3 +168,30 @@ def test_it_loads_and_closes_without_blocking_the_event_loop() -> None:
         assert not loop._thread.is_alive()
 
     asyncio.run(main())
+
+
+def test_an_id_in_use_leaves_the_stream_that_has_it_alone(llm: LLM) -> None:
+    async def main() -> None:
+        served = AsyncLLM(llm)
+        params = SamplingParams(temperature=0, max_tokens=12)
+        first = served.submit([llm.loop.requests_of([1, 2, 3], params, request_id="mine")])
+        with pytest.raises(RequestError, match="in use"):
+            served.submit([llm.loop.requests_of([4, 5], params, request_id="mine")])
+        tokens = [token async for event in first for token in event.token_ids]
+        assert tokens == first.result.token_ids
+        assert len(tokens) == 12
+
+    asyncio.run(main())
+
+
+def test_several_prompts_come_through_one_stream(llm: LLM) -> None:
+    async def main() -> None:
+        params = SamplingParams(temperature=0, max_tokens=7)
+        groups = [llm.loop.requests_of([i, 2, 3], params, request_id=f"p{i}") for i in range(1, 4)]
+        stream = AsyncLLM(llm).submit(groups)
+        heard: dict[str, list[int]] = {}
+        async for event in stream:
+            heard.setdefault(str(event.request_id), []).extend(event.token_ids)
+        assert heard == {f"p{i}": stream.results[i - 1].token_ids for i in range(1, 4)}
+
+    asyncio.run(main())

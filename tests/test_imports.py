@@ -16,7 +16,8 @@ FOUNDATION = frozenset({"errors", "machine", "paths", "validation", "version"})
 """Modules that every package may import; among themselves they only look at each other."""
 
 ARROWS: dict[str, frozenset[str]] = {
-    "sampling": frozenset(),
+    "structured": frozenset(),
+    "sampling": frozenset({"structured"}),
     "prompts": frozenset(),
     "speculation": frozenset(),
     "kernels": frozenset(),
@@ -24,7 +25,9 @@ ARROWS: dict[str, frozenset[str]] = {
     "parallel": frozenset(),
     "targets": frozenset({"kernels", "cache"}),
     "drafters": frozenset({"targets", "kernels", "cache", "speculation"}),
-    "engine": frozenset({"drafters", "targets", "kernels", "cache", "speculation", "sampling", "parallel"}),
+    "engine": frozenset(
+        {"drafters", "targets", "kernels", "cache", "speculation", "sampling", "structured", "parallel"}
+    ),
     "profiling": frozenset({"engine", "targets", "kernels", "cache", "speculation", "sampling"}),
     "llm": frozenset({"profiling", "engine", "targets", "speculation", "sampling", "prompts"}),
     "async_llm": frozenset({"llm", "engine", "targets", "speculation", "sampling", "prompts"}),
@@ -32,8 +35,27 @@ ARROWS: dict[str, frozenset[str]] = {
         {"llm", "profiling", "engine", "drafters", "targets", "kernels", "cache", "speculation", "sampling"}
     ),
     "training": frozenset({"engine", "drafters", "targets", "kernels", "cache", "speculation", "sampling"}),
+    "serving": frozenset(
+        {
+            *("async_llm", "llm", "engine", "drafters", "targets", "speculation", "sampling", "structured", "prompts"),
+            "profiling",
+        }
+    ),
     "cli": frozenset(
-        {"llm", "bench", "training", "profiling", "engine", "drafters", "targets", "speculation", "sampling", "prompts"}
+        {
+            "serving",
+            "async_llm",
+            "llm",
+            "bench",
+            "training",
+            "profiling",
+            "engine",
+            "drafters",
+            "targets",
+            "speculation",
+            "sampling",
+            "prompts",
+        }
     ),
     "": frozenset({"llm", "async_llm", "sampling"}),  # what `import surefoot` offers
     "__main__": frozenset({"cli"}),
@@ -147,7 +169,7 @@ def test_files_are_short() -> None:
             ("hypothesis", "pydantic", "transformers", "matplotlib", "rich", "typer", "scipy", "safetensors"),
             {"speculation", *FOUNDATION},
         ),
-        ("surefoot.cli.app", ("torch", "transformers", "matplotlib"), {"cli", "sampling", *FOUNDATION}),
+        ("surefoot.cli.app", ("torch", "transformers", "matplotlib"), {"cli", "sampling", "structured", *FOUNDATION}),
     ],
 )
 def test_what_an_import_loads(modules: str, missing: tuple[str, ...], allowed: set[str]) -> None:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 
 from surefoot.engine.loop import News, RequestHandle, raise_failure
 from surefoot.engine.output import OutputEvent
+from surefoot.engine.request import Request
 from surefoot.engine.results import RequestOutput
 from surefoot.llm import LLM
 from surefoot.prompts import Message, Prompt
@@ -47,14 +48,17 @@ class AsyncStream:
     """Iterate for events, in order and each once; `result` is the whole output once the iteration has ended.
 
     The request is cancelled when the task that waits for an event is cancelled, on `aclose`, and when the stream is dropped.
+
+    Args:
+        groups: the `n` requests of each prompt.
     """
 
-    def __init__(self, llm: LLM, postman: _Postman, handle: RequestHandle) -> None:
-        self._llm, self._handle = llm, handle  # an LLM that nobody holds is closed
+    def __init__(self, llm: LLM, groups: Sequence[list[Request]]) -> None:
+        requests = [request for group in groups for request in group]
+        self._llm, self._groups = llm, groups  # an LLM that nobody holds is closed
+        self._handle = RequestHandle(llm.loop, requests)
         self._events: asyncio.Queue[OutputEvent] = asyncio.Queue()
-        self._open = len(handle.requests)
-        for request in handle.requests:
-            postman.receivers[request.request_id] = self._events.put_nowait
+        self._open = len(requests)
 
     def __aiter__(self) -> AsyncIterator[OutputEvent]:
         return self
@@ -68,9 +72,10 @@ class AsyncStream:
         if not self._open:
             raise_failure(self._handle.requests)
             raise StopAsyncIteration
-        return await self._next()
+        return await self.take()
 
-    async def _next(self) -> OutputEvent:
+    async def take(self) -> OutputEvent:
+        """Wait for the next event, whatever it says; only while the stream has not `ended`."""
         try:
             event = await self._events.get()
         except asyncio.CancelledError:
@@ -79,14 +84,28 @@ class AsyncStream:
         self._open -= event.finish_reason is not None
         return event
 
-    async def aclose(self) -> None:
-        """Cancel what has not ended: its slots and blocks are free before the next step."""
+    def cancel(self) -> None:
+        """Cancel what has not ended: its slots and blocks are free before the next step, and its last events follow."""
         self._handle.cancel()
+
+    async def aclose(self) -> None:
+        """`cancel`, as the end of an asynchronous iterator."""
+        self.cancel()
 
     @property
     def result(self) -> RequestOutput:
-        """The answers as far as they have come."""
-        return RequestOutput.of(self._handle.requests)
+        """The answers to the first prompt as far as they have come."""
+        return RequestOutput.of(self._groups[0])
+
+    @property
+    def results(self) -> list[RequestOutput]:
+        """The answers to every prompt as far as they have come."""
+        return [RequestOutput.of(group) for group in self._groups]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last event has been taken."""
+        return not self._open
 
 
 class AsyncLLM:
@@ -112,7 +131,7 @@ class AsyncLLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncStream:
         """Complete one prompt step by step; call it where an event loop runs."""
-        return self._streams([prompt], params)[0]
+        return self.submit(self.llm.requests_for([prompt], params))
 
     def stream_chat(
         self,
@@ -130,32 +149,32 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt, as `LLM.generate` does; cancelling the task cancels its requests."""
-        streams = self._streams(prompts, params)
+        stream = self.submit(self.llm.requests_for(prompts, params))
         try:
-            for stream in streams:
-                while stream._open:
-                    await stream._next()
+            while not stream.ended:
+                await stream.take()
         finally:
-            for stream in streams:
-                await stream.aclose()
-        raise_failure([request for stream in streams for request in stream._handle.requests])
-        return [stream.result for stream in streams]
+            await stream.aclose()
+        raise_failure(stream._handle.requests)
+        return stream.results
 
-    def _streams(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[AsyncStream]:
+    def submit(self, groups: Sequence[list[Request]]) -> AsyncStream:
+        """Queue made requests (`LLM.requests_for`, `EngineLoop.requests_of`), all of them before the same step.
+
+        Their events come through one stream; `OutputEvent.request_id` and `index` tell them apart.
+
+        Raises:
+            RequestError: a request id is in use.
+            EngineError: the engine is closed.
+        """
         event_loop = asyncio.get_running_loop()
         with self._lock:
             postman = self._postmen.setdefault(event_loop, _Postman(event_loop))
-        groups = self.llm.requests_for(prompts, params)
-        streams = [AsyncStream(self.llm, postman, RequestHandle(self.llm.loop, group)) for group in groups]
-        try:
-            self.llm.loop.queue(groups, postman)
-        except BaseException:
-            for request in (request for group in groups for request in group):
-                del postman.receivers[request.request_id]
-            raise
-        return streams
+        self.llm.loop.queue(groups, postman)
+        stream = AsyncStream(self.llm, groups)
+        for request in stream._handle.requests:  # no event can come before this function has returned
+            postman.receivers[request.request_id] = stream._events.put_nowait
+        return stream
 
     async def chat(
         self,

@@ -263,6 +263,21 @@ class LLM:
         with self._tokenizing:
             return conversation_tokens(self.tokenizer, self.target.name, messages, chat_template_kwargs)
 
+    def prompt_tokens(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, as `generate` reads it.
+
+        Raises:
+            RequestError: a form that is not understood, or a text that no tokenizer can read.
+            ConfigurationError: a text, and the target has no tokenizer.
+        """
+        read = as_prompt(prompt)
+        if not isinstance(read, str):
+            return read
+        if self.tokenizer is None:
+            raise ConfigurationError(f"{self.target.name} has no tokenizer: give prompts as token ids")
+        with self._tokenizing:
+            return list(self.tokenizer(read)["input_ids"])
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start, in plain JSON data."""
         return self.loop.call(lambda engine: engine.stats())
@@ -312,13 +327,8 @@ class LLM:
             log.warning(
                 "no cost table for this engine: every draft is verified, whatever that costs; measure one with LLM.profile()"
             )
-        if not isinstance(prompt, str):
-            return self.loop.requests_of(prompt, params)
-        if self.tokenizer is None:
-            raise ConfigurationError(f"{self.target.name} has no tokenizer: give prompts as token ids")
-        with self._tokenizing:
-            tokens = self.tokenizer(prompt)["input_ids"]
-        return self.loop.requests_of(tokens, params, prompt=prompt)
+        text = prompt if isinstance(prompt, str) else None
+        return self.loop.requests_of(self.prompt_tokens(prompt), params, prompt=text)
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -261,6 +261,15 @@ def _template_variables(tokenizer: Any, given: Mapping[str, Any] | None) -> dict
     return dict(given)
 
 
+def template_variables_read(tokenizer: Any) -> frozenset[str]:
+    """Variables that the tokenizer's chat template reads, `messages` aside; none where it cannot be parsed by itself."""
+    found: set[str] = set()
+    empty: list[dict[str, Any]] = [{}]
+    for tools in (None, empty):  # a tokenizer may have a template of its own for tools
+        found |= _variables_read(tokenizer, {"tools": tools}) or set()
+    return frozenset(found - {"messages"})
+
+
 def _variables_read(tokenizer: Any, given: Mapping[str, Any]) -> set[str] | None:
     """Names that the template takes from outside; None where it cannot be parsed by itself."""
     from jinja2 import TemplateError

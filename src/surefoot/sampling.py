@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surefoot.errors import RequestError
+from surefoot.structured import StructuredOutput
 from surefoot.validation import LARGEST_INT32, LARGEST_INT64, flag, integer, number, shown
 
 GREEDY_BELOW = 1e-5
@@ -14,6 +15,9 @@ GREEDY_BELOW = 1e-5
 
 MAX_LOGPROBS = 20
 """The most alternatives per token that a request may ask for (the limit of the OpenAI API, too)."""
+
+MOST_IDS = 1 << 17
+"""The most stop token ids, or token ids of a prediction."""
 
 MAX_ANSWERS = 1024
 """The most answers to one prompt that a request may ask for."""
@@ -54,6 +58,9 @@ class SamplingParams:
         priority: smaller is served earlier; equal priorities in order of arrival.
         gamma: most draft tokens per step for this request; None leaves the engine's gamma. 0 decodes target-only.
         speculative: False decodes this request target-only; the output is the same.
+        structured: the form that the text must have; needs the extra `serve` (xgrammar).
+        prediction: token ids of a text that the answer is likely to repeat: a third source of drafts, beside the request's own
+            text and the drafter, where the drafter looks texts up (`auto`, `prompt-lookup`). Kept as a tuple.
     """
 
     temperature: float = 1.0
@@ -79,6 +86,8 @@ class SamplingParams:
     priority: int = 0
     gamma: int | None = None
     speculative: bool = True
+    structured: StructuredOutput | None = None
+    prediction: Sequence[int] | None = ()
 
     def __post_init__(self) -> None:
         self._number("temperature", low=0.0, remedy="0 is greedy, 1 the target's own distribution")
@@ -105,13 +114,16 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}; allowed: 0 … max_tokens ({self.max_tokens}); raise max_tokens"
             )
         self._put("stop", _strings(self.stop))
-        self._put("stop_token_ids", _ids(self.stop_token_ids))
+        self._put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        self._put("prediction", _ids("prediction", self.prediction))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative"):
             self._put(name, flag(name, getattr(self, name), RequestError))
         for name in ("logprobs", "prompt_logprobs"):
             self._integer(name, 0, MAX_LOGPROBS, "None for none, 0 for the token's own", optional=True)
         self._integer("priority", -LARGEST_INT64, LARGEST_INT64, "smaller is served earlier")
         self._integer("gamma", 0, LARGEST_INT32, "None leaves the engine's gamma", optional=True)
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(f"structured is {shown(self.structured)}; allowed: a StructuredOutput, or None")
 
     def _put(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
@@ -142,8 +154,9 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `RequestError` if a biased or a stop token id lies outside the target's vocabulary."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids or ())):
-            for token_id in ids:
+        named = {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids, "prediction": self.prediction}
+        for name, ids in named.items():
+            for token_id in ids or ():
                 if token_id >= vocab_size:
                     raise RequestError(
                         f"{name} names token {token_id}; this target's ids are 0 … {vocab_size - 1}: "
@@ -161,9 +174,11 @@ def _strings(stop: Any) -> tuple[str, ...]:
     return strings
 
 
-def _ids(token_ids: Any) -> tuple[int, ...]:
-    ids = () if token_ids is None else _listed("stop_token_ids", token_ids, "token ids")
-    return tuple(_token_id("stop_token_ids entry", token_id) for token_id in ids)
+def _ids(name: str, token_ids: Any) -> tuple[int, ...]:
+    ids = () if token_ids is None else _listed(name, token_ids, "token ids")
+    if len(ids) > MOST_IDS:
+        raise RequestError(f"{name} has {len(ids)} token ids; allowed: at most {MOST_IDS}; shorten it")
+    return tuple(_token_id(f"{name} entry", token_id) for token_id in ids)
 
 
 def _listed(name: str, values: Any, what: str) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from surefoot.speculation.sources import COMPARE_EVERY, PROBE_EVERY, CombinedCon
 from surefoot.speculation.statistics import Statistics
 from tests.engine.engines import FixedChoice, QueueDevice, build, greedy_oracle, tiny_drafter, tiny_dspark
 from tests.engine.test_exactness import GAMMA, LEVEL, PLAIN, PROCESSED, STAGES, chi_square, greedy_texts, prompts
-from tests.engine.test_fuzz import EngineMachine, machine_settings
+from tests.engine.test_fuzz import Life, play
 from tests.engine.test_overlap import EVERYTHING, GREEDY, WatchedDevice
 from tests.tiny_models import tiny_target
 
@@ -94,14 +94,16 @@ def test_no_step_reads_a_device_that_must_not_be_read() -> None:
     assert len(engine.statistics.by_source) == 2
 
 
-class CombinedMachine(EngineMachine):
+class CombinedLife(Life):
     """Random lives of many requests (tests/engine/test_fuzz.py) over two drafters in one."""
 
     models = (("gemma3", "combined-dspark"), ("llama", "combined-dflash"), ("llama", "combined-dspark-reduced"))
 
 
-CombinedMachine.TestCase.settings = machine_settings(3, 6)
-TestFuzzCombined = CombinedMachine.TestCase
+def test_fuzz_of_two_drafters_in_one() -> None:
+    events = play(CombinedLife, 6, 40)
+    assert events["steps"] > 200, events
+    assert events["accepted drafts"] > 10, events
 
 
 LAWS = [

@@ -64,9 +64,9 @@ def test_what_each_drafter_says_about_itself() -> None:
     facts = [(d.sources, d.model_gamma, d.rests, dict(d.identity)) for d in (lookup, trained, both)]
     config = vars(trained.config)
     assert facts == [
-        ((), None, False, {}),
+        (("prompt-lookup", "prediction"), None, False, {}),
         ((), 4, False, config),
-        (("prompt-lookup", "dspark"), 4, True, config),
+        (("prompt-lookup", "dspark", "prediction"), 4, True, config),
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from surefoot.drafters.base import Draft, DraftContext
-from surefoot.engine.output import no_distribution
+from surefoot.engine.collection import no_distribution
 from surefoot.sampling import SamplingParams
 from surefoot.targets.target import TargetOutput
 from tests.engine.cheap_target import CheapTarget

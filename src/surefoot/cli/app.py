@@ -14,12 +14,25 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from surefoot.cli import bench, calibrate, chat, demo, evaluate, generate, inspect, process, profile, simulate, train
+from surefoot.cli import (
+    bench,
+    calibrate,
+    chat,
+    demo,
+    evaluate,
+    generate,
+    inspect,
+    process,
+    profile,
+    serve,
+    simulate,
+    train,
+)
 from surefoot.cli.report import complain, note
 from surefoot.errors import SurefootError
 from surefoot.version import __version__
 
-COMMANDS = (generate, chat, demo, inspect, profile, calibrate, simulate, bench, train, evaluate)
+COMMANDS = (generate, chat, serve, demo, inspect, profile, calibrate, simulate, bench, train, evaluate)
 
 EPILOG = (
     "Exit codes: 0 done; 1 done, but the result is not what it must be; 2 not done, one line says why; "

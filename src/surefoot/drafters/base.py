@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -87,6 +87,14 @@ class BlockwiseSampler(DraftSampler, Protocol):
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """A text that a request is likely to repeat, given by its client."""
+
+    tokens: Tensor  # [P] int64
+    prompt_len: int  # the request's output begins there
+
+
+@dataclass(frozen=True)
 class DraftContext:
     """The requests a draft pass works on. All tensors live on the engine's device."""
 
@@ -96,6 +104,7 @@ class DraftContext:
     cache: PagedCache | None
     max_length: int  # an upper bound of lengths, known on the host
     depth: int | None = None  # most tokens wanted of a block; a model may then run a shorter one (None: gamma)
+    predictions: Mapping[int, Prediction] = field(default_factory=dict)  # by slot, of the requests that bring one
 
 
 @dataclass(frozen=True)

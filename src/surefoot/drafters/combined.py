@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler
-from surefoot.drafters.prompt_lookup import PromptLookupDrafter
+from surefoot.drafters.prompt_lookup import PREDICTED as IN_PREDICTION
+from surefoot.drafters.prompt_lookup import PREDICTION, PromptLookupDrafter
 from surefoot.speculation.estimator import ConfidenceSource
 from surefoot.speculation.sources import CombinedConfidence, SourceChoice
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from surefoot.speculation.live_cost import LiveCost
     from surefoot.targets.target import Target
 
-LOOKUP, TRAINED, NOBODY = 0, 1, -1
+LOOKUP, TRAINED, PREDICTED, NOBODY = 0, 1, 2, -1
 """Values of `Draft.source`."""
 
 
@@ -63,8 +64,8 @@ class CombinedDrafter(Drafter):
         self.reads_are_free = reads_are_free
         self.gamma, self.block_slots = lookup.gamma, trained.block_slots
         self.feature_layers, self.cache_layers = trained.feature_layers, trained.cache_layers
-        self.sources = (lookup.name, trained.name)
-        self.name = "+".join(self.sources)
+        self.sources = (lookup.name, trained.name, PREDICTION)
+        self.name = "+".join(self.sources[:2])
         self.has_confidence_head = trained.has_confidence_head
         self.model_gamma = trained.gamma
 
@@ -111,6 +112,8 @@ class CombinedDrafter(Drafter):
         reads_are_free = match.device.type == "cpu" if self.reads_are_free is None else self.reads_are_free
         looked_up = self.choice.decide(match, context.max_length, skips_model=reads_are_free)  # [R]
         source = torch.where(found.lengths > 0, LOOKUP, NOBODY)
+        if found.source is not None:
+            source = torch.where(found.source == IN_PREDICTION, PREDICTED, source)
         count = len(match)
         if reads_are_free:
             rows = (~looked_up).nonzero().squeeze(1)

@@ -6,10 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler
+from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler, Prediction
 from surefoot.errors import ConfigurationError
 from surefoot.kernels import native
 from surefoot.validation import integer
+
+PREDICTION = "prediction"
+"""The name of the source that is a text given by the client."""
+LOOKED_UP, PREDICTED = 0, 1
+"""Values of `Draft.source`."""
 
 
 class PromptLookupDrafter(Drafter):
@@ -20,9 +25,13 @@ class PromptLookupDrafter(Drafter):
     the anchor the proposal is the text after the match, and where that runs out, at the anchor, it starts again:
     the text is taken to repeat with period d, which is what an overlapping match says. So a request proposes gamma
     tokens or none.
+
+    A request that brings a prediction has its suffix looked for there, too; a match at least as long wins. As long as the whole
+    output is the prediction's beginning, that counts as the longest match. Proposals end where the prediction ends.
     """
 
     name = "prompt-lookup"
+    sources = (name, PREDICTION)
 
     def __init__(self, gamma: int, *, max_match: int = 16, min_match: int = 2) -> None:
         """
@@ -46,12 +55,46 @@ class PromptLookupDrafter(Drafter):
         """
         find = self._find_native if native.usable(context.history) else self._find
         tokens, match = find(context)
+        lengths, source = (match > 0) * self.gamma, None
+        if context.predictions:
+            source = torch.where(match > 0, LOOKED_UP, -1)
+            for row, slot in enumerate(context.slots.tolist()):
+                if (prediction := context.predictions.get(slot)) is not None:
+                    committed = context.history[slot, : int(context.lengths[row]) + 1]
+                    continued, length = self._continue(prediction, committed)
+                    if len(continued) and length >= match[row]:
+                        tokens[row, : len(continued)] = continued
+                        match[row], lengths[row], source[row] = length, len(continued), PREDICTED
         return Draft(
             tokens=tokens,
-            lengths=(match > 0) * self.gamma,
+            lengths=lengths,
             signal=match.to(torch.float32).unsqueeze(1).expand(-1, self.gamma),
             point_mass=True,
+            source=source,
         )
+
+    def _continue(self, prediction: Prediction, committed: Tensor) -> tuple[Tensor, int]:
+        """Where a text goes on in its prediction: at most gamma tokens, and the length of the match (0: none).
+
+        Args:
+            committed: [length + 1] int64, prompt and output up to the anchor.
+        """
+        text, output = prediction.tokens, committed[prediction.prompt_len :]
+        said = len(output)
+        if said < len(text) and torch.equal(text[:said], output):
+            return text[said : said + self.gamma], self.max_match
+        suffix = committed[-self.max_match :].flip(0)  # the anchor first
+        reach = len(suffix) - 1
+        padded, count = F.pad(text, (reach, 0), value=-1), len(text) - 1  # the last token has nothing after it
+        alive = torch.ones(count, dtype=torch.bool, device=text.device)
+        matched = torch.zeros(count, dtype=torch.int64, device=text.device)
+        for back in range(len(suffix)):
+            alive &= padded[reach - back : reach - back + count] == suffix[back]
+            matched += alive
+        if not count or (length := int(matched.max())) < self.min_match:
+            return text[:0], 0
+        start = int(matched.argmax()) + 1
+        return text[start : start + self.gamma], length
 
     def _find_native(self, context: DraftContext) -> tuple[Tensor, Tensor]:
         """`_find` in one call: from the anchor backwards, until no match can be longer."""

@@ -13,17 +13,17 @@ import torch
 
 from surefoot.cache.blocks import BlockManager
 from surefoot.drafters.base import Drafter
+from surefoot.engine import collection
 from surefoot.engine.admission import RequestFactory
 from surefoot.engine.broadcast import send_step
 from surefoot.engine.clock import laps_for
-from surefoot.engine.collection import prompt_rows, record_block, take_prompt_logprobs, token_logprobs
 from surefoot.engine.device import Device, HostOutputs, InlineDevice, Pending
 from surefoot.engine.distribution import SamplingFlags
 from surefoot.engine.graphs import TargetRunner, runner_for
 from surefoot.engine.masks import TokenMask
 from surefoot.engine.messages import StepInputs
 from surefoot.engine.options import EngineOptions
-from surefoot.engine.output import OutputEvent, no_distribution
+from surefoot.engine.output import OutputEvent
 from surefoot.engine.plan import Plan
 from surefoot.engine.policy import WidthPolicy
 from surefoot.engine.request import Request, Status
@@ -339,7 +339,7 @@ class Engine:
             flags=SamplingFlags.union((part.request.flags for part in emitting), self.device.reads_are_free),
             updates=schedule.updates,
             max_length=max(part.request.num_cached + part.request.in_flight for part in parts),
-            prompt_logprobs=prompt_rows(parts),
+            prompt_logprobs=collection.prompt_rows(parts),
         )
         for part in parts:
             part.request.num_launched += int(part.emits)
@@ -357,7 +357,7 @@ class Engine:
         start = time.perf_counter()
         kept: list[int] = []
         interrupt: BaseException | None = None
-        take_prompt_logprobs(launched.parts, launched.inputs, outputs)
+        collection.take_prompt_logprobs(launched.parts, launched.inputs, outputs)
         row = 0
         for index, part in enumerate(launched.parts[: launched.inputs.num_emitting]):
             request = part.request
@@ -366,7 +366,7 @@ class Engine:
             if request.status is Status.RUNNING:
                 try:
                     if outputs.invalid[index]:
-                        self._fail(request, no_distribution(self.target.dtype, request.mask is not None))
+                        self._fail(request, collection.no_distribution(self.target.dtype, request.mask is not None))
                     else:
                         self._emit(part, index, row, outputs, launched)
                 except BaseException as problem:  # its output, its tokenizer: nobody else is concerned
@@ -408,14 +408,15 @@ class Engine:
         """Hand one ordered block to the output, and drop everywhere what comes after a stop."""
         request, accepted = part.request, outputs.accepted[index]
         tokens = [*(outputs.drafts[index][:accepted] if accepted else ()), outputs.next_token[index]]
-        event = request.output.push(tokens, token_logprobs(request.params, tokens, row, outputs))
+        event = request.output.push(tokens, collection.token_logprobs(request.params, tokens, row, outputs))
+        event.origins = collection.origins(index, accepted, outputs, self.drafter)[: event.num_kept]
         self._events.append((request, event))
         if request.first_token_at is None:
             request.first_token_at, request.first_block = time.monotonic(), event.num_kept
         request.token_ids.extend(tokens[: event.num_kept])
         request.num_cached += part.context_rows + accepted + 1
         request.in_flight = max(0, request.in_flight - part.context_rows - self.gamma - 1)
-        record_block(
+        collection.record_block(
             request, index if index < launched.inputs.num_drafting else None, accepted, event.num_kept, outputs
         )
         self.blocks.commit(request.slot, request.token_ids, min(request.num_cached, len(request.token_ids)))

@@ -109,6 +109,8 @@ class EngineLoop:
         self._interrupts = 0  # in a row
         self._drains: list[Future[None]] = []
         self._refusal: str | None = None  # why no new request is taken
+        self.failure: BaseException | None = None
+        """What ended the loop, if nobody asked it to end: whoever serves with it should leave."""
         self._closed = self._stopping = False
         # Between checking that the loop is open and sending to it; re-entrant, for a finaliser may stop the loop meanwhile.
         self._sending = threading.RLock()
@@ -314,6 +316,7 @@ class EngineLoop:
                     self._commands.get()()
         except BaseException as problem:
             log.exception("the engine has failed")
+            self.failure = problem
             self._end(engine, problem)
         else:
             self._end(engine, None)

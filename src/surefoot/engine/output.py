@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-
 from surefoot.errors import RequestError
 from surefoot.sampling import SamplingParams
 
@@ -51,6 +49,9 @@ class OutputEvent:
     """Ids emitted this step: the block up to and including the token that ended the request."""
     logprobs: list[TokenLogprobs] | None = None
     """One entry per entry of `token_ids`, or None if the request asked for none."""
+    origins: list[str] = field(default_factory=list)
+    """How each token came: the name of the source whose draft was accepted, "recovered" (drawn where a draft was rejected),
+    "bonus" (drawn after every verified draft was accepted), or "target" (nothing was verified)."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop id or stop string that ended the request; None for an end token, a length cap or an abort."""
@@ -210,24 +211,6 @@ class OutputProcessor:
         """Set the reason; return what was held back for a character or a stop string that will not come."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         return self._stops.flush() + ("" if self._detokenizer is None else self._detokenizer.flush())
-
-
-def no_distribution(dtype: torch.dtype, masked: bool = False) -> str:
-    """Why a request ended whose next token had no distribution to come from, and what to do.
-
-    Args:
-        dtype: of the target.
-        masked: whether the request has a `TokenMask`.
-    """
-    name = str(dtype).removeprefix("torch.")
-    problem = f"the target's logits hold NaN or infinity, computed in {name}"
-    if masked:
-        problem = f"the request's mask allows no token here, or {problem}"
-    remedy = {
-        "float16": "its range is too small for this model: use --dtype bfloat16 or float32",
-        "bfloat16": "try --dtype float32; if that fails, too, the weights themselves hold NaN: use another copy",
-    }
-    return f"{problem}: {remedy.get(name, 'the weights themselves may hold NaN or infinity: use another copy')}"
 
 
 class StopSearch(NamedTuple):

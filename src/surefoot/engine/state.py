@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from surefoot.drafters.base import Prediction
 from surefoot.engine.distribution import SamplingTensors
 from surefoot.engine.masks import TokenMask
 from surefoot.sampling import SamplingParams
@@ -78,6 +79,7 @@ class DeviceState:
         self.device = device
         self.history = torch.zeros(max_num_seqs, max_model_len + frontier, dtype=torch.int64, device=device)
         self.lengths = full(0, torch.int64)
+        self.predictions: dict[int, Prediction] = {}  # by slot, of requests that bring one
         self.sampling = SamplingTensors(
             temperature=full(0, torch.float32),
             top_k=full(0, torch.int64),
@@ -132,6 +134,10 @@ class DeviceState:
             values[slot].fill_(value)  # assigning a number would make the host wait for a GPU
         self._list(slot, "bias", params.logit_bias)
         self._list(slot, "end", dict.fromkeys(update.end_ids if params.min_tokens else (), -math.inf))
+        self.predictions.pop(slot, None)
+        if params.prediction:
+            predicted = to_device(list(params.prediction), torch.int64, self.device)
+            self.predictions[slot] = Prediction(predicted, update.prompt_len)
         self.sampling.masks.pop(slot, None)
         if update.mask is not None:
             self.sampling.masks[slot] = update.mask

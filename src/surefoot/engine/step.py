@@ -101,19 +101,12 @@ class DecodeStep:
         """A block for each of the first D requests, written after their anchors, and what it was drawn from."""
         drafting = inputs.num_drafting
         slots, lengths, history = requests.slots[:drafting], requests.lengths[:drafting], self.state.history
+        sampling, flags, steps = self.state.sampling, inputs.flags, requests.steps[:drafting]
         if self.drafter is None or not drafting:
             return Draft(slots.new_zeros(0, self.gamma), point_mass=True), Proposal(None)
-        sampler = BlockSampler(
-            self.state.sampling,
-            inputs.flags,
-            history,
-            slots,
-            lengths,
-            requests.steps[:drafting],
-            self.gamma,
-            self.vocabulary,
-        )
-        context = DraftContext(slots, lengths, history, self.cache, inputs.max_length, inputs.plan.depth)
+        sampler = BlockSampler(sampling, flags, history, slots, lengths, steps, self.gamma, self.vocabulary)
+        longest, depth, predictions = inputs.max_length, inputs.plan.depth, self.state.predictions
+        context = DraftContext(slots, lengths, history, self.cache, longest, depth, predictions)
         temperature = sampler.temperatures()
         draft = replace(self.drafter.propose(context, sampler), temperature=temperature)
         draft = draft if draft.point_mass else sampler.sound(draft)

@@ -18,6 +18,9 @@ Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
 
 
+_BY_SOURCE = ("sources", "verified_by_source", "accepted_by_source")
+
+
 class InactiveError(SurefootError, AssertionError):
     """A run in which a part of speculation did nothing, although it was asked to."""
 
@@ -37,6 +40,8 @@ class RequestStatistics:
     trimmed: int = 0  # blocks verified narrower than drafted, at least one token wide
     regretted: int = 0  # of these, accepted to their end: the trim certainly cost tokens
     sources: Counter[str] = field(default_factory=Counter)  # who drafted -> steps, of a drafter with several sources
+    verified_by_source: Counter[str] = field(default_factory=Counter)  # who drafted -> tokens verified
+    accepted_by_source: Counter[str] = field(default_factory=Counter)  # who drafted -> of these, accepted and emitted
 
     def record(
         self,
@@ -59,6 +64,8 @@ class RequestStatistics:
         self.steps += times
         if source is not None:
             self.sources[source] += times
+            self.verified_by_source[source] += width * times
+            self.accepted_by_source[source] += (accepted if emitted is None else min(accepted, emitted)) * times
         self.drafted += drafted * times
         self.verified += width * times
         self.accepted += accepted * times
@@ -77,7 +84,8 @@ class RequestStatistics:
         for name in ("verified_by_position", "accepted_by_position"):
             setattr(self, name, _sum_lists(getattr(self, name), getattr(other, name)))
         self.widths.update(other.widths)
-        self.sources.update(other.sources)
+        for name in _BY_SOURCE:
+            getattr(self, name).update(getattr(other, name))
 
     @property
     def acceptance_rate(self) -> float:
@@ -103,12 +111,12 @@ class RequestStatistics:
         """Plain JSON data; `from_dict` reads it back."""
         data = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         widths = {str(width): steps for width, steps in sorted(self.widths.items())}
-        return {**data, "widths": widths, "sources": dict(sorted(self.sources.items()))}
+        return {**data, "widths": widths, **{name: dict(sorted(getattr(self, name).items())) for name in _BY_SOURCE}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RequestStatistics:
         widths = Counter({int(width): steps for width, steps in data["widths"].items()})
-        return cls(**{**data, "widths": widths, "sources": Counter(data.get("sources", {}))})
+        return cls(**{**data, "widths": widths, **{name: Counter(data.get(name, {})) for name in _BY_SOURCE}})
 
 
 class BlockRecord(NamedTuple):

@@ -124,6 +124,11 @@ class SamplingParams:
         self._integer("gamma", 0, LARGEST_INT32, "None leaves the engine's gamma", optional=True)
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise RequestError(f"structured is {shown(self.structured)}; allowed: a StructuredOutput, or None")
+        if self.structured is not None and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise RequestError(
+                f"{name} and structured are given together: a form decides itself when it ends; leave {name} out"
+            )
 
     def _put(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else

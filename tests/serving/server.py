@@ -85,7 +85,8 @@ def scripted(said: str, template: str = TEMPLATE) -> Target:
 
 def engine(target: Target, drafter: Any = "prompt-lookup", **options: Any) -> LLM:
     """An engine for tests; a scripted target learns where its tokens are."""
-    settings = {"gamma": 4, "cost_table": "none", "max_model_len": 512, "max_num_seqs": 8, "seed": 1, **options}
+    gamma = None if drafter == "none" else 4
+    settings = {"gamma": gamma, "cost_table": "none", "max_model_len": 512, "max_num_seqs": 8, "seed": 1, **options}
     llm = LLM(target, drafter=drafter, **settings)
     target.history = llm.engine.decode_step.state.history  # type: ignore[attr-defined]
     return llm

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
+from surefoot.engine.grammar import Grammars
 from surefoot.engine.masks import TokenMask
 from surefoot.engine.output import OutputProcessor
 from surefoot.engine.request import Request
@@ -25,6 +26,7 @@ class RequestFactory:
     def __init__(self, target: Target, gamma: int, max_model_len: int, seed: int) -> None:
         self.target, self.gamma, self.max_model_len, self.seed = target, gamma, max_model_len, seed
         self._arrivals = count()
+        self._grammars = Grammars(target)
 
     def make(
         self,
@@ -37,7 +39,7 @@ class RequestFactory:
         """A request that is not queued yet.
 
         Raises:
-            RequestError: an empty or too long prompt, or a token id outside the vocabulary.
+            RequestError: an empty or too long prompt, a token id outside the vocabulary, or a form of the answer that cannot be.
         """
         self._check(prompt_token_ids, params)
         room = self.max_model_len - len(prompt_token_ids)
@@ -46,14 +48,19 @@ class RequestFactory:
         number = next(self._arrivals)
         request_id = request_id or f"request-{number}"
         gamma = self.gamma if params.gamma is None else min(params.gamma, self.gamma)
+        output = OutputProcessor(
+            params, self.target.tokenizer, self.target.eos_token_ids, prompt_token_ids, request_id=request_id
+        )
+        if params.structured is not None:
+            if mask is not None:
+                raise RequestError("a mask and a structured output are given together: give one of them")
+            mask = self._grammars.mask(params.structured, output.end_ids)
         return Request(
             request_id,
             prompt_token_ids,
             params,
             seed=params.seed if params.seed is not None else (self.seed + 1) * 0x9E3779B1 + number,
-            output=OutputProcessor(
-                params, self.target.tokenizer, self.target.eos_token_ids, prompt_token_ids, request_id=request_id
-            ),
+            output=output,
             gamma=gamma if params.speculative else 0,
             arrival=number,
             prompt=prompt,

@@ -373,7 +373,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "speculation/uniforms.py",
         "positions * 8 + int(purpose)",
         "positions * 8 + int(purpose) % 2",
-        ("tests/engine/test_exactness.py", "tests/speculation/test_uniforms.py"),
+        ("tests/engine/test_exactness.py", "tests/engine/test_seeds.py"),
     ),
     Mutation(
         "uniforms: requests with one seed share a stream",
@@ -648,7 +648,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "engine/scheduler.py",
         "len(request.prompt_token_ids),\n",
         "len(request.token_ids),\n",
-        ("tests/engine/test_mixed_sampling.py", "tests/engine/test_batching.py", "tests/engine/test_preemption.py"),
+        ("tests/engine/test_mixed_sampling.py", "tests/engine/test_batching.py", "tests/engine/test_transactions.py"),
     ),
     Mutation(
         "scheduler: a prefix hit is one token longer than the cache",
@@ -656,6 +656,55 @@ MUTATIONS: tuple[Mutation, ...] = (
         "request.slot, request.num_cached, request.status = slot, cached, Status.RUNNING",
         "request.slot, request.num_cached, request.status = slot, cached + (cached > 0), Status.RUNNING",
         ("tests/engine/test_batching.py",),
+    ),
+    Mutation(
+        "drafting: a slot keeps the prediction of the request that had it before",
+        "engine/state.py",
+        "        self.predictions.pop(slot, None)\n",
+        "",
+        ("tests/engine/test_prediction.py",),
+    ),
+    Mutation(
+        "drafting: a prediction is read one token too far",
+        "drafters/prompt_lookup.py",
+        "return text[said : said + self.gamma], self.max_match",
+        "return text[said + 1 : said + 1 + self.gamma], self.max_match",
+        ("tests/engine/test_prediction.py",),
+    ),
+    Mutation(
+        "collection: recovered tokens are called a bonus",
+        "engine/collection.py",
+        "RECOVERED if accepted < width else BONUS",
+        "BONUS if accepted < width else RECOVERED",
+        ("tests/engine/test_prediction.py", "tests/serving"),
+    ),
+    Mutation(
+        "grammar: a draft that broke the form is held against the text that replaces it",
+        "engine/grammar.py",
+        "        if count <= self._broken:\n            self._broken = -1\n",
+        "",
+        ("tests/engine/test_grammar.py",),
+    ),
+    Mutation(
+        "grammar: rejected drafts stay in the matcher",
+        "engine/grammar.py",
+        "                if back > 0:\n                    self._matcher.rollback(back)\n",
+        "",
+        ("tests/engine/test_grammar.py",),
+    ),
+    Mutation(
+        "grammar: the text after the end of the reasoning is not read",
+        "engine/grammar.py",
+        "return None if place < 0 else text[place + len(self._end) :]",
+        "return None if place < 0 else text[place + len(self._end) + 1 :]",
+        ("tests/engine/test_grammar.py",),
+    ),
+    Mutation(
+        "grammar: the answer may end anywhere",
+        "engine/grammar.py",
+        "return torch.from_numpy(bits).view(torch.bool)",
+        "return torch.from_numpy(bits).view(torch.bool) | torch.eye(self._vocab_size, dtype=torch.bool)[300]",
+        ("tests/engine/test_grammar.py",),
     ),
 )
 

@@ -57,27 +57,21 @@ def tiny(template: str = TEMPLATE, architecture: str = "llama") -> Target:
 def scripted(said: str, template: str = TEMPLATE) -> Target:
     """A target that says `said` and its end token, whatever the prompt: its logits follow the output's position.
 
-    It knows where the output begins by the last assistant marker of the prompt. Only temperature 0 makes sense.
+    Only temperature 0 makes sense.
     """
     target = tiny(template)
     text = tokenizer(template)
     script = [*text(said)["input_ids"], text.eos_token_id]
-    marker = text("<|assistant|>")["input_ids"]
     honest = target.forward
 
     def forward(batch: Any, cache: Any, feature_layers: Any = ()) -> Any:
         output = honest(batch, cache, feature_layers)
         rows = batch.logit_rows
-        slots, positions = batch.row_slot[rows].tolist(), batch.positions[rows].tolist()
         logits = torch.full_like(output.logits, -20.0)
-        history = target.history  # type: ignore[attr-defined]
-        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            tokens = history[slot, : position + 1].tolist()
-            begin = next(i for i in range(len(tokens), 0, -1) if tokens[i - len(marker) : i] == marker)
-            if tokens[begin : begin + 1] == text("<think>")["input_ids"] and said.startswith("\x00"):
-                begin += 1
-            logits[row, script[min(position + 1 - begin, len(script) - 1)]] = 20.0
-        return type(output)(logits, *output[1:]) if isinstance(output, tuple) else type(output)(logits, output.features)
+        begins = target.state.sampling.prompt_len[batch.row_slot[rows]]  # type: ignore[attr-defined]
+        for row, said_already in enumerate((batch.positions[rows] + 1 - begins).tolist()):
+            logits[row, script[min(max(said_already, 0), len(script) - 1)]] = 20.0
+        return type(output)(logits, output.features)
 
     target.forward = forward  # type: ignore[method-assign]
     return target
@@ -88,7 +82,7 @@ def engine(target: Target, drafter: Any = "prompt-lookup", **options: Any) -> LL
     gamma = None if drafter == "none" else 4
     settings = {"gamma": gamma, "cost_table": "none", "max_model_len": 512, "max_num_seqs": 8, "seed": 1, **options}
     llm = LLM(target, drafter=drafter, **settings)
-    target.history = llm.engine.decode_step.state.history  # type: ignore[attr-defined]
+    target.state = llm.engine.decode_step.state  # type: ignore[attr-defined]
     return llm
 
 

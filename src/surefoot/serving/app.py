@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from surefoot.async_llm import AsyncLLM
-from surefoot.serving import chat, completions, errors, tokens
+from surefoot.serving import chat, completions, errors, messages, responses, tokens
 from surefoot.serving.generation import ClientGone
 from surefoot.serving.middleware import FrontDoor
 from surefoot.serving.settings import ServeSettings
 from surefoot.serving.state import ServerState
 from surefoot.version import __version__
 
-ROUTERS = (completions.router, chat.router, tokens.router)
+ROUTERS = (completions.router, chat.router, responses.router, messages.router, tokens.router)
 
 
 def create_app(

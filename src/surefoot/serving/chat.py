@@ -190,7 +190,7 @@ async def chat_completions(body: ChatRequest, http: Request) -> Response:
     run = await run_chat(state, http, ENDPOINT, body.task(state))
     chunks = _Chunks(state, body, run)
     if body.stream:
-        return sse.EventStream(chunks.stream())
+        return sse.EventStream(chunks.stream(), run.close)
     answers = await unless_gone(http, run.collect)
     return JSONResponse(
         {

@@ -28,6 +28,7 @@ class ChatDelta:
     """What one step did for one answer."""
 
     index: int
+    pieces: list[Piece] = field(default_factory=list)  # in order; the three fields below are made of them
     text: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
@@ -116,6 +117,7 @@ class ChatRun:
             pieces = [*pieces, *parser.finish()]
         delta = ChatDelta(
             event.index,
+            pieces,
             token_ids=event.token_ids,
             logprobs=event.logprobs,
             origins=event.origins,

@@ -173,7 +173,7 @@ async def completions(body: CompletionRequest, http: Request) -> Response:
     generation = await start(state, http, ENDPOINT, [Job(prompt, params) for prompt in prompts])
     answers = _Answers(state, body, generation, silent)
     if body.stream:
-        return sse.EventStream(answers.stream(http))
+        return sse.EventStream(answers.stream(http), generation.close)
     outputs = await unless_gone(http, generation.collect)
     choices = [
         answers.whole(job, output, answer) for job, output in enumerate(outputs) for answer in output.completions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -33,14 +33,20 @@ def dumped(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what an asynchronous generator of bytes yields; closes the generator as soon as the client has gone."""
+    """Sends what an asynchronous generator of bytes yields, and ends the work as soon as the client has gone.
+
+    Args:
+        close: ends the work that the generator reports, whether the generator has begun or not.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, body: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, body: AsyncIterator[bytes], close: Callable[[], None], headers: dict[str, str] | None = None
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
-        self._body = body
+        self._body, self._close = body, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -53,6 +59,7 @@ class EventStream(Response):
             for task in (sending, gone):
                 task.cancel()
             await asyncio.gather(sending, gone, return_exceptions=True)
+            self._close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from surefoot.async_llm import AsyncLLM
-from surefoot.serving import chat, completions, errors, messages, responses, tokens
+from surefoot.serving import chat, completions, errors, messages, metrics, responses, tokens
 from surefoot.serving.generation import ClientGone
 from surefoot.serving.middleware import FrontDoor
 from surefoot.serving.settings import ServeSettings
 from surefoot.serving.state import ServerState
 from surefoot.version import __version__
 
-ROUTERS = (completions.router, chat.router, responses.router, messages.router, tokens.router)
+ROUTERS = (completions.router, chat.router, responses.router, messages.router, metrics.router, tokens.router)
 
 
 def create_app(
@@ -34,6 +34,7 @@ def create_app(
         ConfigurationError: settings that do not fit the model.
     """
     state = ServerState(llm, settings or ServeSettings())
+    state.watchers.append(metrics.Metrics(state))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

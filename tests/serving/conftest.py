@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.cli.conftest import checkpoints  # noqa: F401  (a fixture)
 from tests.serving.server import Live, engine, serve, tiny
 
 

@@ -169,8 +169,8 @@ class Dialect:
         calls = plain.get("tool_calls")
         if calls:
             plain["tool_calls"] = [self._earlier_call(call) for call in calls]
-        if plain.get("content") is None:
-            plain["content"] = ""
+            if plain.get("content") is None:
+                plain["content"] = ""
         return plain
 
     @staticmethod

@@ -128,7 +128,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(http: Request, error: HTTPException) -> JSONResponse:
         message = f"{http.method} {http.url.path}: {error.detail or HTTPStatus(error.status_code).phrase}"
-        found = response_of(http, ApiError(error.status_code, message))
+        code = "not_found" if error.status_code == 404 else None
+        found = response_of(http, ApiError(error.status_code, message, code=code))
         found.headers.update(error.headers or {})
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,12 @@ class ServerState:
 
     def __init__(self, llm: AsyncLLM, settings: ServeSettings) -> None:
         self.llm, self.settings = llm, settings
+        target = llm.llm.target  # what is asked of the engine must be known after it is lost, too
+        self.model = settings.served_model_name or target.name
+        """The name under which the model is served."""
+        self.model_names = tuple(dict.fromkeys((self.model, target.name)))
+        """The served name first; the target's own is understood, too."""
+        self.slots = llm.llm.engine.options.max_num_seqs
         self.watchers: list[Watcher] = []
         self.created = int(time.time())
         self.ready = self.draining = False
@@ -64,18 +70,9 @@ class ServerState:
         self.dialect.check_variables(settings.chat_template_kwargs)
 
     @property
-    def model(self) -> str:
-        """The name under which the model is served."""
-        return self.settings.served_model_name or self.llm.llm.target.name
-
-    @property
     def lost(self) -> str | None:
         failure = self.llm.llm.loop.failure
         return None if failure is None else f"the engine has failed: {type(failure).__name__}: {failure}"
-
-    @property
-    def slots(self) -> int:
-        return self.llm.llm.engine.options.max_num_seqs
 
     async def warm_up(self) -> None:
         """Run a first request of a few tokens: everything has been touched before anybody waits for it."""
@@ -146,11 +143,6 @@ class ServerState:
                 param="model",
                 code="model_not_found",
             )
-
-    @property
-    def model_names(self) -> Sequence[str]:
-        """The served name first; the target's own is understood, too."""
-        return tuple(dict.fromkeys((self.model, self.llm.llm.target.name)))
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Call a method of every watcher; one that fails is logged and never fails a request."""

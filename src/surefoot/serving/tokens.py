@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from surefoot.errors import ConfigurationError
-from surefoot.serving.errors import ApiError, invalid
+from surefoot.serving.errors import invalid
 from surefoot.serving.responding import state_of, texts_of
 from surefoot.version import __version__
 
@@ -113,9 +113,3 @@ async def ready(http: Request) -> JSONResponse:
 async def version() -> dict[str, str]:
     """Of surefoot."""
     return {"version": __version__}
-
-
-@router.get("/v1/{path:path}", include_in_schema=False)
-async def unknown(path: str) -> None:
-    """Paths of the API that this server does not have."""
-    raise ApiError(404, f"/v1/{path} is not served here; docs/server.md lists what is", code="not_found")

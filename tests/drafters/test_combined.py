@@ -16,6 +16,7 @@ from torch import Tensor
 from surefoot.drafters.base import Draft, DraftContext, Drafter, DraftSampler
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.prompt_lookup import PromptLookupDrafter
+from surefoot.engine.distribution import BlockSampler
 from surefoot.engine.loading import combine
 from surefoot.engine.trace import StepReport, TraceWriter
 from surefoot.kernels import native
@@ -92,6 +93,30 @@ def test_no_step_reads_a_device_that_must_not_be_read() -> None:
     engine = build(target, drafter, device=WatchedDevice(), table=COSTS, max_num_seqs=3, check_layout=False)
     engine.run(prompts(5, target.vocab_size), [EVERYTHING, GREEDY, EVERYTHING, GREEDY, GREEDY])
     assert len(engine.statistics.by_source) == 2
+
+
+def test_the_model_draws_for_those_requests_that_take_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their parameters and their uniforms: its sampler is told their rows, and no others."""
+    honest, told = BlockSampler.only, []
+
+    def only(self: BlockSampler, rows: torch.Tensor) -> None:
+        told.append(rows.tolist())
+        honest(self, rows)
+
+    monkeypatch.setattr(BlockSampler, "only", only)
+    target = tiny_target("llama")
+    engine = build(target, combined(target, 4, lookup=4), gamma=4, width=4, max_num_seqs=4)
+    reports = watched(engine)
+    prompts = [[5, 6] * 8, [1, 2, 3], [7, 8, 9] * 5, [4, 11, 40]]
+    temperatures = [0.7, 1.0, 0.0, 1.3]
+    engine.run(prompts, [SamplingParams(temperature=t, max_tokens=24, seed=i) for i, t in enumerate(temperatures)])
+    expected = []
+    for report in reports:
+        rows = [row for row, name in enumerate(report.outputs.sources or ()) if name == "dspark"]
+        if 0 < len(rows) < len(report.outputs.sources or ()):
+            expected.append(rows)
+    assert told == expected
+    assert any(rows != list(range(len(rows))) for rows in told), "the first requests alone: nothing is shown"
 
 
 class CombinedLife(Life):

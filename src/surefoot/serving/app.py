@@ -54,7 +54,8 @@ def create_app(
         return Response(status_code=499)
 
     for router in ROUTERS:
-        app.include_router(router)
+        app.include_router(router, responses=errors.documented(anthropic=router is messages.router))
+    errors.without_422(app)
     if state.settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from surefoot.errors import EngineError, SurefootError
@@ -91,7 +92,9 @@ def of_engine(problem: Exception) -> ApiError:
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first thing that pydantic found, with the field's path."""
     first = errors[0]
-    place = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
+    given = [part for part in first.get("loc", ()) if part not in ("body", "query", "path")]
+    # After the field's name, positions in lists; names there are those of a union's members.
+    place = [str(part) for index, part in enumerate(given) if index == 0 or isinstance(part, int)]
     if first.get("type") == "json_invalid":
         reason = first.get("ctx", {}).get("error", "not JSON")
         return invalid(f"the body is not valid JSON: {reason}", code="invalid_json")
@@ -108,6 +111,70 @@ def response_of(http: Request, error: ApiError) -> JSONResponse:
 def request_id_of(http: Request) -> str:
     """The id that the middleware gave the request."""
     return str(http.scope.get("surefoot.request_id", ""))
+
+
+class Problem(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """An error in the form of the OpenAI API."""
+
+    error: Problem
+
+
+class AnthropicProblem(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """An error in the form of the Anthropic API."""
+
+    type: str
+    error: AnthropicProblem
+    request_id: str
+
+
+STATUSES = {
+    400: "The request cannot be served; the message names the field.",
+    401: "No valid API key.",
+    404: "There is no such model or path.",
+    408: "The body has not arrived in time.",
+    413: "The body is too large.",
+    429: "The queue is full; Retry-After says when to try again.",
+    500: "A step of the engine has failed.",
+    503: "The server is starting, leaving, or has lost its engine.",
+}
+
+
+def documented(*statuses: int, anthropic: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Errors of an endpoint for the OpenAPI schema."""
+    model = AnthropicErrorBody if anthropic else ErrorBody
+    return {status: {"model": model, "description": STATUSES[status]} for status in statuses or STATUSES}
+
+
+def without_422(app: FastAPI) -> None:
+    """The schema without the framework's own form of a validation error, which this server never sends."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = made()
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation.get("responses", {}).pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema.get("components", {}).get("schemas", {}).pop(name, None)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def install(app: FastAPI) -> None:
@@ -128,6 +195,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(http: Request, error: HTTPException) -> JSONResponse:
         message = f"{http.method} {http.url.path}: {error.detail or HTTPStatus(error.status_code).phrase}"
+        if error.status_code == 400:  # of the framework: the body could not be parsed
+            message = "the body is not valid JSON in UTF-8"
         code = "not_found" if error.status_code == 404 else None
         found = response_of(http, ApiError(error.status_code, message, code=code))
         found.headers.update(error.headers or {})

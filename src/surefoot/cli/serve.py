@@ -6,7 +6,7 @@ import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -121,6 +121,15 @@ def serve(
         str,
         typer.Option("--reasoning-parser", help="How it writes reasoning: auto, none, think.", rich_help_panel=_CHAT),
     ] = "auto",
+    replicas: Annotated[
+        int,
+        typer.Option(
+            "--replicas",
+            min=1,
+            help="Engines behind this address, each with its share of the threads; needs the extra ray.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 1,
     trace: options.Trace = None,
 ) -> None:
     """Serve a model over HTTP: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /metrics and a live page.
@@ -151,6 +160,21 @@ def serve(
     )
     if name is not None and model != options.DEFAULT_MODEL:
         raise ConfigurationError(f"the model is given twice, as {name} and --model {model}: give one")
+    if replicas > 1:
+        engine = {
+            "model": name or model,
+            "drafter": drafter,
+            "gamma": gamma,
+            "width": options.parse_width(width),
+            "cost_table": cost_table,
+            "device": device,
+            "dtype": dtype,
+            "quantize": quantize,
+            "trust_remote_code": trust_remote_code,
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+        }
+        raise typer.Exit(_run_replicas(engine, settings, replicas, threads, port))
     from surefoot.serving import runner
 
     listener = runner.bind(settings)
@@ -178,6 +202,19 @@ def serve(
             llm.close()
     finally:
         listener.close()
+
+
+def _run_replicas(engine: dict[str, Any], settings: object, replicas: int, threads: int | None, port: int) -> int:
+    from surefoot.machine import physical_cores
+    from surefoot.serving import replicas as ray_replicas
+    from surefoot.serving.settings import ServeSettings
+
+    assert isinstance(settings, ServeSettings)
+    ray_replicas.require_ray()
+    if port == 0:
+        raise ConfigurationError("port is 0; with --replicas give the port")
+    share = threads or max(1, physical_cores() // replicas)
+    return ray_replicas.run({**engine, "threads": share}, settings, replicas, share, note)
 
 
 def _run(llm: object, settings: object, listener: object) -> int:

@@ -56,7 +56,10 @@ class FrontDoor:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                own = MutableHeaders(scope=message)
+                own["X-Request-Id"] = request_id
+                if self.settings.replica is not None:
+                    own["X-Replica"] = self.settings.replica
             await send(message)
 
         try:

@@ -40,6 +40,7 @@ class ServeSettings:
         tool_parser, reasoning_parser: how tool calls and reasoning are written; `auto` reads it off the chat template.
         metrics_need_key: `/metrics` and the live page's feed ask for a key, too, where there are keys.
         log_format: `text` or `json`, one line per request.
+        replica: the name of this replica among several; answers carry it as `X-Replica`.
     """
 
     host: str = "127.0.0.1"
@@ -60,6 +61,7 @@ class ServeSettings:
     reasoning_parser: str = "auto"
     metrics_need_key: bool = True
     log_format: str = "text"
+    replica: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:

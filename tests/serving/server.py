@@ -106,10 +106,10 @@ class Live:
 
 
 @contextmanager
-def serve(llm: LLM, on_lost: Any = None, **settings: Any) -> Iterator[Live]:
-    """Serve an engine until the block ends; the engine is closed with it."""
+def serve(llm: LLM, on_lost: Any = None, listen: int = 0, **settings: Any) -> Iterator[Live]:
+    """Serve an engine until the block ends, on the port `listen` (0: a free one); the engine is closed with it."""
     app = create_app(AsyncLLM(llm), ServeSettings(**settings), on_lost=on_lost)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(app, host="127.0.0.1", port=listen, log_level="warning", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

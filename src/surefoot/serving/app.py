@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from surefoot.async_llm import AsyncLLM
-from surefoot.serving import chat, completions, errors, messages, metrics, responses, tokens
+from surefoot.serving import chat, completions, errors, live, messages, metrics, responses, tokens
 from surefoot.serving.generation import ClientGone
 from surefoot.serving.middleware import FrontDoor
 from surefoot.serving.settings import ServeSettings
@@ -39,11 +39,12 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await state.warm_up()
-        watching = asyncio.ensure_future(_watch(state, on_lost))
+        beside = [asyncio.ensure_future(_watch(state, on_lost)), asyncio.ensure_future(page.run())]
         try:
             yield
         finally:
-            watching.cancel()
+            for task in beside:
+                task.cancel()
 
     app = FastAPI(title="surefoot", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = state
@@ -56,6 +57,7 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router, responses=errors.documented(anthropic=router is messages.router))
     errors.without_422(app)
+    page = live.install(app, state)
     if state.settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -83,7 +83,7 @@ class FrontDoor:
             raise self._too_large()
         path = scope["path"]
         is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX) or scope["method"] == "OPTIONS"
-        if path == "/metrics" and not self.settings.metrics_need_key:
+        if path in ("/metrics", "/live") and not self.settings.metrics_need_key:
             is_open = True
         if not self._keys or is_open or self._knows(headers):
             return

@@ -192,26 +192,29 @@ class Live(Watcher):
 
     # -- the stream --------------------------------------------------------------------------------------------------------
 
+    def enter(self) -> None:
+        """Somebody watches from now on, until `leave`."""
+        if not self.watchers:
+            self._sums.clear()  # nobody has asked for a while
+        self.watchers += 1
+
+    def leave(self) -> None:
+        self.watchers -= 1
+
     async def stream(self) -> AsyncIterator[bytes]:
         """History, then snapshots until the server leaves; a slow reader misses some."""
-        self.watchers += 1
-        try:
-            if self.watchers == 1:
-                self._sums.clear()  # nobody has asked for a while
-            yield sse.named("history", {"every_s": EVERY_S, "samples": [sample.to_json() for sample in self.history]})
-            yield sse.named("snapshot", await self.snapshot())
-            seen = self._version
-            while True:
-                if seen != self._version:
-                    seen = self._version
-                    yield self._event
-                if self._state.lost is not None or (self._state.draining and not self._state.answers):
-                    yield sse.named("snapshot", await self.snapshot())
-                    return  # an open page must not keep the server from leaving
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), 0.2)
-        finally:
-            self.watchers -= 1
+        yield sse.named("history", {"every_s": EVERY_S, "samples": [sample.to_json() for sample in self.history]})
+        yield sse.named("snapshot", await self.snapshot())
+        seen = self._version
+        while True:
+            if seen != self._version:
+                seen = self._version
+                yield self._event
+            if self._state.lost is not None or (self._state.draining and not self._state.answers):
+                yield sse.named("snapshot", await self.snapshot())
+                return  # an open page must not keep the server from leaving
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), 0.2)
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
@@ -344,4 +347,5 @@ async def feed(http: Request) -> Response:
             code="too_many_watchers",
             retry_after=10,
         )
-    return sse.EventStream(live.stream())
+    live.enter()
+    return sse.EventStream(live.stream(), live.leave)

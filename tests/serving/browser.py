@@ -91,7 +91,7 @@ class Page:
             time.sleep(0.05)
 
     def text(self, selector: str) -> str:
-        return str(self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
+        return str(self.run(f"document.querySelector({json.dumps(selector)}).innerText")).replace("\xa0", " ")
 
     def click(self, selector: str) -> None:
         """As a mouse does: at the middle of the element, wherever that is."""

@@ -56,7 +56,7 @@ function notice(kind, said) {
   put('notice', said ?? '');
 }
 
-const percent = (share) => (share === null || share === undefined ? '–' : `${number(share * 100, 0)} %`);
+const percent = (share) => (share === null || share === undefined ? '–' : `${number(share * 100, 0)}\u00a0%`); // does not break between number and sign
 
 function drawRate() {
   const seconds = samples.map(([time, rate]) => [time, rate]);

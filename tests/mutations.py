@@ -264,11 +264,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/speculation/test_estimator.py",),
     ),
     Mutation(
-        "drafter: a network that overflows passes NaN on",
-        "drafters/dspark.py",
-        ".nan_to_num(0.0, 0.0, 0.0)",
-        "",
-        ("tests/engine/test_calibrated_confidence.py",),
+        "drafter: what was drawn from NaN counts as a draft",
+        "engine/distribution.py",
+        "        sound = self._draft_ids >= 0\n",
+        "        sound = self._draft_ids >= -1\n",
+        ("tests/engine/test_invalid_logits.py",),
     ),
     Mutation(
         "checkpoint: speculators' layer ids are taken as outputs",
@@ -372,7 +372,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "uniforms: acceptance reads the uniform that drew the draft",
         "speculation/uniforms.py",
         "positions * 8 + int(purpose)",
-        "positions * 8 + int(purpose) % 2",
+        "(positions + (int(purpose) == 2)) * 8 + max(1, int(purpose) - 2 * (int(purpose) == 2))",
         ("tests/engine/test_exactness.py", "tests/engine/test_seeds.py"),
     ),
     Mutation(

@@ -150,8 +150,7 @@ class DSparkDrafter(Drafter):
         depth = self.gamma if context.depth is None else min(context.depth, self.gamma)
         first, confidence_head = self.config.first_slot, self.model.confidence_head
         block = self.block_hidden(context, anchor, first + depth if self.config.shorter_blocks else None)
-        # Weights are finite, but float16 overflows: whatever became NaN must cost acceptance, not the request.
-        hidden = block[:, first : first + depth].nan_to_num(0.0, 0.0, 0.0)
+        hidden = block[:, first : first + depth]  # float16 may overflow: where it does, `BlockSampler.sound` ends the draft
         base = self.model.head_logits(hidden)
         drawn = self._draw_at_once(base, context, anchor, sampler) if isinstance(sampler, BlockwiseSampler) else None
         tokens, largest = drawn or self._draw_by_token(base.to(torch.float32), context, anchor, block, sampler)

@@ -150,7 +150,8 @@ class DSparkDrafter(Drafter):
         depth = self.gamma if context.depth is None else min(context.depth, self.gamma)
         first, confidence_head = self.config.first_slot, self.model.confidence_head
         block = self.block_hidden(context, anchor, first + depth if self.config.shorter_blocks else None)
-        hidden = block[:, first : first + depth]  # float16 may overflow: where it does, `BlockSampler.sound` ends the draft
+        # Weights are finite, but float16 overflows: where something became NaN, `BlockSampler.sound` ends the draft.
+        hidden = block[:, first : first + depth]
         base = self.model.head_logits(hidden)
         drawn = self._draw_at_once(base, context, anchor, sampler) if isinstance(sampler, BlockwiseSampler) else None
         tokens, largest = drawn or self._draw_by_token(base.to(torch.float32), context, anchor, block, sampler)

@@ -90,6 +90,12 @@ def test_two_replicas(checkpoints: Path) -> None:
             answered += 1
         assert answered >= 20
         assert [ask()[1] for _ in range(10)] == [found[0][1]] * 10
+        old = set(replica_processes())
+        popen.send_signal(signal.SIGHUP)  # one after the other: somebody answers all the time
+        end = time.monotonic() + 60
+        while time.monotonic() < end and set(replica_processes()) & old:
+            assert ask()[1] == found[0][1]
+        assert not set(replica_processes()) & old, "the replicas were not restarted"
         popen.send_signal(signal.SIGTERM)
         assert popen.wait(90) == 0
         threading.Event().wait(1)

@@ -135,3 +135,42 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(checkpoints: Path, op
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert message in errors[0]
+
+
+LOST = """
+import sys, threading, time, urllib.request
+from pathlib import Path
+from surefoot.llm import LLM
+from surefoot.serving.runner import bind, run, url_of
+from surefoot.serving.settings import ServeSettings
+
+settings = ServeSettings(port=0)
+listener = bind(settings)
+with LLM(sys.argv[1], drafter="none", max_model_len=64, threads=1) as llm:
+
+    def ready(state):
+        def ask():
+            def broken():
+                raise SystemError("gone")
+
+            llm.engine.step = broken
+            request = urllib.request.Request(
+                url_of(listener) + "/v1/completions", b'{"prompt": "a"}', {"content-type": "application/json"}
+            )
+            try:
+                urllib.request.urlopen(request, timeout=30)
+            except urllib.error.HTTPError as error:
+                print("status", error.code, flush=True)
+
+        threading.Thread(target=ask, daemon=True).start()
+
+    sys.exit(run(llm, settings, listener, ready))
+"""
+
+
+def test_the_process_leaves_with_1_when_its_engine_is_lost(checkpoints: Path) -> None:
+    command = [sys.executable, "-c", LOST, str(checkpoints / "target")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 1, done.stderr
+    assert "status 500" in done.stdout

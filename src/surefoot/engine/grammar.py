@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -18,6 +19,7 @@ from surefoot.targets.target import Target
 if TYPE_CHECKING:
     import xgrammar
 
+_SOURCE_PLACE = re.compile(r"\[\d+:\d+:\d+\] \S+:\d+: ")  # where in xgrammar's own source an error was raised
 KEPT = 64
 """Compiled forms that are kept, the most recently used ones."""
 CACHE_BYTES = 512 << 20
@@ -64,7 +66,7 @@ class Grammars:
             try:
                 found = _compiled(compiler, *form)
             except Exception as problem:  # xgrammar has no common error
-                reason = " ".join(str(problem).split())
+                reason = " ".join(_SOURCE_PLACE.sub("", str(problem)).split())
                 raise RequestError(f"{form[0]} cannot be used as a form of the answer: {reason[:300]}") from problem
             self._compiled[form] = found
             while len(self._compiled) > KEPT:

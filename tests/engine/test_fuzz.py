@@ -105,6 +105,7 @@ def some_request(random: Random) -> tuple[list[int], SamplingParams]:
         speculative=pick([True, True, True, False]),
         logprobs=pick([None, None, 0, 2]),
         priority=pick([0, 0, 0, -1, 1]),
+        prediction=random.choices(range(VOCAB), k=pick([0, 0, 1, 30])),
     )
 
 
@@ -235,6 +236,7 @@ class Life:
             self.events["preemptions"] += request.preemptions
             self.events["prefix hits"] += request.cached_tokens > 0
             self.events["accepted drafts"] += request.statistics.accepted
+            self.events["predicted drafts"] += request.statistics.verified_by_source["prediction"]
             self.events["ended well after a fault"] += request.failures > 0 or self.faults.fired.total() > 0
             self.events["stops inside a block"] += happened.finish_reason == "stop" and self.inside(request)
             self.check(request)
@@ -322,7 +324,7 @@ def play(kind: type[Life], lives: int, actions: int) -> Counter[str]:
 def test_fuzz() -> None:
     events = play(Life, 48, 80)
     assert events["steps"] + events["joins"] > 3000, events
-    for kind in ("prefix hits", "accepted drafts", "ended: length", "ended: stop"):
+    for kind in ("prefix hits", "accepted drafts", "predicted drafts", "ended: length", "ended: stop"):
         assert events[kind] >= 20, events
     assert events["stops inside a block"] >= 8, events
     for kind in ("preemptions", "cancelled waiting", "cancelled running", "cancelled running, in flight"):

@@ -16,11 +16,14 @@ from surefoot.errors import RequestError
 from surefoot.sampling import SamplingParams
 
 
+SOURCES = ("sources", "verified_by_source", "accepted_by_source")
+
+
 def statistics(**counts: Any) -> Any:
     """Those of a request, as `RequestStatistics` has them (which imports torch)."""
     zero = dict.fromkeys(("steps", "drafted", "verified", "accepted", "emitted", "trimmed", "regretted"), 0)
     lists: dict[str, Any] = {"verified_by_position": [], "accepted_by_position": []}
-    return SimpleNamespace(**{**zero, **lists, "widths": Counter(), "sources": Counter(), **counts})
+    return SimpleNamespace(**{**zero, **lists, "widths": Counter(), **{name: Counter() for name in SOURCES}, **counts})
 
 
 STATISTICS = statistics(

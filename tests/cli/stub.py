@@ -15,7 +15,6 @@ from typing import Any
 from surefoot.errors import RequestError
 from surefoot.sampling import SamplingParams
 
-
 SOURCES = ("sources", "verified_by_source", "accepted_by_source")
 
 

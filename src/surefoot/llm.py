@@ -263,6 +263,11 @@ class LLM:
         with self._tokenizing:
             return conversation_tokens(self.tokenizer, self.target.name, messages, chat_template_kwargs)
 
+    @property
+    def is_tokenizing(self) -> bool:
+        """Whether somebody tokenizes right now, and whoever comes waits."""
+        return self._tokenizing.locked()
+
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, as `generate` reads it.
 

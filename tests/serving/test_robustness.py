@@ -67,6 +67,12 @@ def idle(live: Live) -> bool:
         ("chat/completions", {"messages": []}, None, "empty"),
         ("chat/completions", {"messages": [{"role": "user"}]}, None, "no content"),
         ("chat/completions", {"messages": "hi"}, "messages", "list"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            "chat_template_kwargs",
+            "cannot set",
+        ),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "text only"),
         (
             "chat/completions",
@@ -300,6 +306,27 @@ def test_five_hundred_idle_connections_are_held(live: Live) -> None:
     finally:
         for connection in connections:
             connection.close()
+
+
+def test_a_huge_conversation_holds_nobody_up(live: Live) -> None:
+    """It is tokenized on another thread, and refused: the context cannot hold it."""
+    payload = {"messages": [{"role": "user", "content": "a stop is " * 200_000}]}
+    answers: list[int] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{live.url}/v1/chat/completions", json=payload, timeout=120).status_code)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    waits = []
+    while thread.is_alive():
+        begin = time.monotonic()
+        assert httpx.get(f"{live.url}/health", timeout=60).status_code == 200
+        waits.append(time.monotonic() - begin)
+    thread.join()
+    assert answers == [400]
+    assert len(waits) > 3
+    assert sorted(waits)[len(waits) // 2] < 1.0, "the event loop stood still"
 
 
 def test_a_request_that_takes_too_long_ends_with_what_it_has() -> None:

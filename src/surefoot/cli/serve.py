@@ -6,7 +6,8 @@ import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from socket import socket
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,11 @@ from surefoot.cli import options
 from surefoot.cli.profile import measure_missing
 from surefoot.cli.report import note
 from surefoot.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from surefoot.llm import LLM
+    from surefoot.serving.settings import ServeSettings
+    from surefoot.serving.state import ServerState
 
 _SERVER, _LIMITS, _CHAT = "Server", "Limits", "Chat"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -204,12 +210,12 @@ def serve(
         listener.close()
 
 
-def _run_replicas(engine: dict[str, Any], settings: object, replicas: int, threads: int | None, port: int) -> int:
+def _run_replicas(
+    engine: dict[str, Any], settings: ServeSettings, replicas: int, threads: int | None, port: int
+) -> int:
     from surefoot.machine import physical_cores
     from surefoot.serving import replicas as ray_replicas
-    from surefoot.serving.settings import ServeSettings
 
-    assert isinstance(settings, ServeSettings)
     ray_replicas.require_ray()
     if port == 0:
         raise ConfigurationError("port is 0; with --replicas give the port")
@@ -217,25 +223,20 @@ def _run_replicas(engine: dict[str, Any], settings: object, replicas: int, threa
     return ray_replicas.run({**engine, "threads": share}, settings, replicas, share, note)
 
 
-def _run(llm: object, settings: object, listener: object) -> int:
-    from surefoot.llm import LLM
+def _run(llm: LLM, settings: ServeSettings, listener: socket) -> int:
     from surefoot.serving.runner import run, url_of
-    from surefoot.serving.settings import ServeSettings
     from surefoot.serving.start_report import start_report
-    from surefoot.serving.state import ServerState
 
-    assert isinstance(llm, LLM)
-    assert isinstance(settings, ServeSettings)
-    _log_to_stderr(settings.log_format)
+    _log_to_stderr()
 
     def ready(state: ServerState) -> None:
-        for line in start_report(llm, state, url_of(listener)):  # type: ignore[arg-type]
+        for line in start_report(llm, state, url_of(listener)):
             note(line)
 
-    return run(llm, settings, listener, ready)  # type: ignore[arg-type]
+    return run(llm, settings, listener, ready)
 
 
-def _log_to_stderr(log_format: str) -> None:
+def _log_to_stderr() -> None:
     """Lines of requests as they are; everything else with its level and logger."""
     plain = logging.StreamHandler(sys.stderr)
     plain.setFormatter(logging.Formatter("%(message)s"))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from surefoot.engine.results import Completion
 from surefoot.serving.chat_task import ChatTask
 from surefoot.serving.dialect import Dialect
 from surefoot.serving.errors import ApiError
-from surefoot.serving.generation import Generation, Job, start
+from surefoot.serving.generation import TOKENIZE_APART, Generation, Job, start
 from surefoot.serving.parsing.pieces import OutputParser, Piece, Reasoning, Text, ToolCallDelta
 from surefoot.serving.responding import facts
 from surefoot.serving.state import ServerState
@@ -164,7 +165,11 @@ async def run_chat(state: ServerState, http: HttpRequest, endpoint: str, task: C
         ApiError, SurefootError: a request that is refused; nothing has been queued then.
     """
     dialect: Dialect = state.dialect
-    plan = dialect.plan(task, state.settings.chat_template_kwargs)
+    defaults = state.settings.chat_template_kwargs
+    if sum(len(str(message)) for message in task.messages) > TOKENIZE_APART or state.llm.llm.is_tokenizing:
+        plan = await asyncio.to_thread(dialect.plan, task, defaults)
+    else:
+        plan = dialect.plan(task, defaults)
     params = replace(task.params, structured=plan.structured, skip_special_tokens=plan.skip_special_tokens)
     generation = await start(state, http, endpoint, [Job(plan.prompt_token_ids, params)], task.request_id)
     parsers = [plan.parser() for _ in range(params.n)]

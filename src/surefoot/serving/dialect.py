@@ -48,6 +48,18 @@ _QUIET = ("none", "minimal")
 """Values of `reasoning_effort` that switch reasoning off where the template has a switch."""
 
 
+def from_client(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Variables of the chat template that a client may set.
+
+    Raises:
+        ApiError: a template of the client's own, which is a program: it does not run here.
+    """
+    for name in ("chat_template", "tools", "documents"):
+        if name in variables:
+            raise invalid(f"chat_template_kwargs has {name!r}, which a request cannot set", "chat_template_kwargs")
+    return variables
+
+
 @dataclass(frozen=True)
 class ChatPlan:
     """What a conversation becomes."""
@@ -118,7 +130,7 @@ class Dialect:
         """
         names = [self._function(tool)["name"] for tool in task.tools]
         called = names if task.tool_choice != "none" else []
-        variables = {**defaults, **task.chat_template_kwargs, **self._effort(task.reasoning_effort)}
+        variables = {**defaults, **from_client(task.chat_template_kwargs), **self._effort(task.reasoning_effort)}
         if called:
             if "tools" not in self.reads:
                 raise invalid("tools: the chat template of this model takes no tools: leave them out", "tools")

@@ -53,7 +53,10 @@ class Generation:
         self._places.enter_context(state.admitted(sum(job.params.n for job in self._jobs)))
         try:
             large = sum(len(job.prompt) for job in self._jobs) > TOKENIZE_APART
-            apart = large or any(getattr(job.params, "structured", None) is not None for job in self._jobs)
+            formed = any(job.params.structured is not None for job in self._jobs)
+            apart = (
+                large or formed or state.llm.llm.is_tokenizing
+            )  # what takes long must not hold up everybody's events
             self._groups = await asyncio.to_thread(self._make) if apart else self._make()
             self._stream = state.llm.submit(self._groups)
         except BaseException:

@@ -267,7 +267,7 @@ async def messages(body: MessagesRequest, http: Request) -> Response:
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(body: CountRequest, http: Request) -> dict[str, int]:
+def count_tokens(body: CountRequest, http: Request) -> dict[str, int]:
     """Tokens of the prompt that a message would have."""
     state = state_of(http)
     state.check_model(body.model)

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from surefoot.errors import ConfigurationError
+from surefoot.serving.dialect import from_client
 from surefoot.serving.errors import invalid
 from surefoot.serving.responding import state_of, texts_of
 from surefoot.version import __version__
@@ -70,7 +71,7 @@ def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
     if body.prompt is not None:
         tokens = llm.prompt_tokens(body.prompt)
     else:
-        tokens = llm.chat_tokens(body.messages or [], body.chat_template_kwargs or {})
+        tokens = llm.chat_tokens(body.messages or [], from_client(body.chat_template_kwargs or {}))
     found: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": llm.engine.max_model_len}
     if body.return_token_strs:
         texts = texts_of(state)

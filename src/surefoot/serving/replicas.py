@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -119,6 +120,9 @@ def run(
     Returns:
         The exit code.
     """
+    # Ray's own ports listen on every address; nobody speaks with them without this cluster's token. Read when ray is imported.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
     from ray import serve
 

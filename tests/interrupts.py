@@ -97,6 +97,7 @@ def shown(text: str) -> Callable[[Terminal], None]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs this in the background has it ignored
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--model", default="qwen2.5-coder-0.5b")

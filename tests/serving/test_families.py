@@ -178,6 +178,16 @@ def test_messages(case: tuple[str, Live]) -> None:
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
 
 
+def test_a_stop_string_inside_a_call_is_no_call() -> None:
+    with saying("call") as live:
+        ask: Any = {"model": "tiny", "messages": ASK, "tools": CHAT_TOOLS, "temperature": 0}
+        (cut,) = live.openai().chat.completions.create(**ask, stop=["days"]).choices
+        assert cut.finish_reason == "stop"
+        assert cut.message.tool_calls[0].function.arguments == '{"city": "é}", "'
+        (short,) = live.openai().chat.completions.create(**ask, max_tokens=60).choices
+        assert short.finish_reason == "length"
+
+
 def test_anthropic_details() -> None:
     with saying("text", api_keys=("secret-key-1",)) as live:
         import anthropic

@@ -128,7 +128,8 @@ class ChatRun:
             self._add(delta, piece)
         if event.finish_reason is not None:
             delta.finish_reason = "length" if event.finish_reason == "abort" else event.finish_reason
-            if delta.finish_reason == "stop" and self._calls[event.index]:
+            stopped = isinstance(event.stop_reason, str)  # by a string, perhaps inside a call
+            if delta.finish_reason == "stop" and self._calls[event.index] and not stopped:
                 delta.finish_reason = "tool_calls"
         return delta
 

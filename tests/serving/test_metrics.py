@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import httpx
@@ -93,7 +94,7 @@ def test_labels_do_not_grow_with_the_traffic(live: Live) -> None:
     ask(live, 3, 3)
     httpx.get(f"{live.url}/nowhere")
     few = set(scrape(live.url))
-    for index in range(60):
+    for index in range(200):
         ask(live, 1, 3, user=f"user-{index}")
         httpx.get(f"{live.url}/nowhere/{index}")
     many = set(scrape(live.url))
@@ -119,6 +120,9 @@ def test_what_speculation_saves_is_counted_by_the_cost_table() -> None:
 def test_every_metric_of_the_dashboard_and_the_alerts_exists(live: Live) -> None:
     ask(live, 1, 30)
     known = {name.partition("{")[0] for name in scrape(live.url)}
+    known |= set(
+        re.findall(r"^# HELP (\S+)", httpx.get(f"{live.url}/metrics").text, re.M)
+    )  # also those without a sample yet
     text = (DEPLOY / "grafana.json").read_text()
     dashboard = json.loads(text)
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
@@ -126,5 +130,37 @@ def test_every_metric_of_the_dashboard_and_the_alerts_exists(live: Live) -> None
     used = {name for query in queries for name in re.findall(r"surefoot_[a-z_]+", query)}
     used |= set(re.findall(r"surefoot_[a-z_]+", (DEPLOY / "alerts.yml").read_text()))
     assert len(used) >= 20
-    optional = {"surefoot_breaker_steps_total"}  # there with a breaker only
-    assert used - known - optional == set()
+    assert used - known == set()
+
+
+def test_answers_that_were_cut_off_are_counted() -> None:
+    with serve(engine(tiny())) as live:
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        for _ in range(3):
+            with httpx.stream("POST", f"{live.url}/v1/completions", json=body) as response:
+                next(response.iter_lines())
+        end = time.monotonic() + 20
+        name = "surefoot_answers_total{endpoint=completions,finish_reason=abort}"
+        while scrape(live.url).get(name, 0) < 3 and time.monotonic() < end:
+            time.sleep(0.05)
+        found = scrape(live.url)
+        assert found[name] == 3
+        assert found["surefoot_request_seconds_count{endpoint=completions}"] == 3
+        assert found["surefoot_prompt_tokens_total"] == 3
+
+
+def test_scrapes_at_once_count_nothing_twice() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from surefoot.speculation.cost import CostTable
+
+    table = CostTable((1, 64), ((10.0, 10.0),), (1, 8), (0.0, 0.0))
+    with serve(engine(tiny(), width=3, cost_table=table)) as live:
+        with ThreadPoolExecutor(8) as threads:
+            work = [threads.submit(ask, live, 2, 40) for _ in range(3)]
+            scrapes = [threads.submit(scrape, live.url) for _ in range(30)]
+            for future in (*work, *scrapes):
+                future.result()
+        found = scrape(live.url)
+        measured = found["surefoot_step_measured_seconds_total"]
+        assert found["surefoot_speculative_seconds_total"] == pytest.approx(measured, rel=0.35)

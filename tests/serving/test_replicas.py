@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +31,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def replica_processes() -> list[int]:
-    found = subprocess.run(["pgrep", "-f", "ray::ServeReplica"], capture_output=True, text=True).stdout
-    return [int(line) for line in found.split()]
+def family(process: int) -> dict[int, str]:
+    """A process's descendants, with their names."""
+    found: dict[int, str] = {}
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                with contextlib.suppress(OSError):
+                    found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+                found |= family(child)
+    return found
+
+
+def replicas_of(process: int) -> list[int]:
+    return [pid for pid, name in family(process).items() if name.startswith("ray::ServeReplica")]
 
 
 def test_a_session_keeps_its_replica_when_another_one_leaves() -> None:
@@ -54,7 +65,7 @@ def test_two_replicas(checkpoints: Path) -> None:
     try:
         server.wait_started()
         url = f"http://127.0.0.1:{port}"
-        assert len(replica_processes()) == 2
+        assert len(replicas_of(popen.pid)) == 2
         body: dict[str, Any] = {"prompt": "def stop(n):", "max_tokens": 8, "temperature": 0}
 
         def ask(session: str | None = None) -> tuple[str, str]:
@@ -78,10 +89,10 @@ def test_two_replicas(checkpoints: Path) -> None:
         totals = [float(re.findall(r"^surefoot_emitted_tokens_total (\S+)", text, re.M)[0]) for text in samples]
         assert min(totals) > 0
 
-        os.kill(replica_processes()[0], signal.SIGKILL)
+        os.kill(replicas_of(popen.pid)[0], signal.SIGKILL)
         end = time.monotonic() + 60
         answered = 0
-        while time.monotonic() < end and (answered < 20 or len(replica_processes()) < 2):
+        while time.monotonic() < end and (answered < 20 or len(replicas_of(popen.pid)) < 2):
             try:
                 ask()
             except (AssertionError, httpx.HTTPError):  # a request that was there when it died
@@ -90,18 +101,23 @@ def test_two_replicas(checkpoints: Path) -> None:
             answered += 1
         assert answered >= 20
         assert [ask()[1] for _ in range(10)] == [found[0][1]] * 10
-        old = set(replica_processes())
+        old = set(replicas_of(popen.pid))
         popen.send_signal(signal.SIGHUP)  # one after the other: somebody answers all the time
         end = time.monotonic() + 60
-        while time.monotonic() < end and set(replica_processes()) & old:
+        while time.monotonic() < end and set(replicas_of(popen.pid)) & old:
             assert ask()[1] == found[0][1]
-        assert not set(replica_processes()) & old, "the replicas were not restarted"
+        assert not set(replicas_of(popen.pid)) & old, "the replicas were not restarted"
+        everybody = family(popen.pid)
+        assert any("raylet" in name for name in everybody.values())
         popen.send_signal(signal.SIGTERM)
         assert popen.wait(90) == 0
-        threading.Event().wait(1)
-        assert replica_processes() == []
+        end = time.monotonic() + 15
+        while (left := [pid for pid in everybody if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not left, [everybody[pid] for pid in left]
+        assert "path=/v1/completions status=200" in server.text, "the lines of requests are lost"
     finally:
-        popen.kill()
+        for pid in (popen.pid, *family(popen.pid)):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         popen.wait()
-        subprocess.run(["pkill", "-9", "-f", "ray::"], check=False)
-        subprocess.run(["pkill", "-9", "-f", "gcs_server|raylet"], check=False)

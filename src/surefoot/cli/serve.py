@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
@@ -167,6 +165,11 @@ def serve(
     if name is not None and model != options.DEFAULT_MODEL:
         raise ConfigurationError(f"the model is given twice, as {name} and --model {model}: give one")
     if replicas > 1:
+        if profile or trace is not None:
+            raise ConfigurationError(
+                "--profile and --trace are for one engine: measure first with 'surefoot profile --threads N' "
+                "(N: a replica's share)"
+            )
         engine = {
             "model": name or model,
             "drafter": drafter,
@@ -224,31 +227,17 @@ def _run_replicas(
 
 
 def _run(llm: LLM, settings: ServeSettings, listener: socket) -> int:
+    from surefoot.serving.middleware import log_to_stderr
     from surefoot.serving.runner import run, url_of
     from surefoot.serving.start_report import start_report
 
-    _log_to_stderr()
+    log_to_stderr()
 
     def ready(state: ServerState) -> None:
         for line in start_report(llm, state, url_of(listener)):
             note(line)
 
     return run(llm, settings, listener, ready)
-
-
-def _log_to_stderr() -> None:
-    """Lines of requests as they are; everything else with its level and logger."""
-    plain = logging.StreamHandler(sys.stderr)
-    plain.setFormatter(logging.Formatter("%(message)s"))
-    access = logging.getLogger("surefoot.access")
-    access.handlers, access.propagate = [plain], False
-    access.setLevel(logging.INFO)
-    for name in ("surefoot.serving", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.WARNING)
 
 
 def require_extra() -> None:

@@ -65,6 +65,7 @@ class Generation:
         self._owner = {request.request_id: index for index, group in enumerate(self._groups) for request in group}
         self._requests = {request.request_id: request for group in self._groups for request in group}
         self._last = dict.fromkeys(self._requests, 0.0)
+        self._unfinished = set(self._requests)  # of which the watchers have not heard the end
         timeout = state.settings.request_timeout_s
         self.timed_out = False
         if timeout is not None:
@@ -108,6 +109,7 @@ class Generation:
                     since = request.arrived_at if first else before
                     state.tell("event", self._endpoint, request, event, now - since, first)
                 if event.finish_reason is not None:
+                    self._unfinished.discard(name)
                     state.tell("ended", self._endpoint, request)
                 yield self._owner[name], event
         finally:
@@ -119,9 +121,12 @@ class Generation:
         self._stream.cancel()
 
     def close(self) -> None:
-        """Cancel what has not ended, and give the places back."""
+        """Cancel what has not ended, and give the places back. Watchers hear the end of those that were cut off, too."""
         self._places.close()
         self._stream.cancel()
+        for name in self._unfinished:
+            self._state.tell("ended", self._endpoint, self._requests[name])
+        self._unfinished.clear()
 
     @property
     def results(self) -> list[RequestOutput]:

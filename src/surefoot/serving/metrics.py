@@ -1,13 +1,15 @@
 """`/metrics` for Prometheus: is speculation paying, and how are the users served?
 
 Counters of the engine are read off its statistics at every scrape; what users see (waiting, latency) is observed as it
-happens. Labels are bounded: positions, widths, sources, reasons, endpoints, status classes; never an id or a key.
+happens. Labels are bounded: positions, widths, sources, reasons, endpoints, statuses; never an id or a key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from threading import Lock
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -86,7 +88,7 @@ class Metrics(Watcher):
                 self._between.labels(endpoint).observe(share)
 
     def ended(self, endpoint: str, request: EngineRequest) -> None:
-        end = request.finished_at or request.arrived_at
+        end = request.finished_at or time.monotonic()  # one that was cut off ends now
         if request.started_at is not None:
             self._queued.labels(endpoint).observe(request.started_at - request.arrived_at)
             self._cached.inc(request.cached_tokens)
@@ -95,7 +97,7 @@ class Metrics(Watcher):
         self._output.labels(endpoint).observe(request.num_output)
         self._prompt_tokens.inc(len(request.prompt_token_ids))
         self._preempted.inc(request.preemptions)
-        self._ended.labels(endpoint, str(request.output.finish_reason)).inc()
+        self._ended.labels(endpoint, request.output.finish_reason or "abort").inc()
 
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         path = endpoint if endpoint in KNOWN_PATHS else "other"
@@ -108,7 +110,7 @@ class EngineCollector(Collector):
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._target_only = TargetOnlyTime()
+        self._target_only, self._turn = TargetOnlyTime(), Lock()
 
     def describe(self) -> Iterable[Metric]:
         return []  # else the registry would ask the engine when the collector is registered
@@ -120,11 +122,14 @@ class EngineCollector(Collector):
         info = {"version": __version__, "model": state.model}
         if state.lost is not None:
             return
-        stats, facts = llm.stats(), llm.describe()
+        with self._turn:  # scrapes must not overtake each other: the difference of two snapshots is counted
+            stats = llm.stats()
+            self._target_only.add(stats, llm.engine.policy.costs.table)
+        facts = llm.describe()
         info |= {"drafter": str(facts["drafter"]), "planner": str(facts["planner"])}
         yield _gauge("surefoot_build_info", "1; the labels say what is served.", 1.0, info)
         yield from _speculation(stats, str(facts["drafter"]))
-        yield from _time(stats, self._target_only.add(stats, llm.engine.policy.costs.table))
+        yield from _time(stats, self._target_only)
         yield from _confidence(stats)
         yield from _capacity(stats, llm, state)
 

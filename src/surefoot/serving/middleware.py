@@ -7,6 +7,7 @@ import hmac
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable
 from hashlib import sha256
@@ -167,3 +168,18 @@ def _word(value: object) -> str:
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def log_to_stderr() -> None:
+    """Lines of requests as they are; everything else with its level and logger."""
+    plain = logging.StreamHandler(sys.stderr)
+    plain.setFormatter(logging.Formatter("%(message)s"))
+    access = logging.getLogger("surefoot.access")
+    access.handlers, access.propagate = [plain], False
+    access.setLevel(logging.INFO)
+    for name in ("surefoot.serving", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.WARNING)

@@ -41,7 +41,8 @@ class Replica:
 
     Args:
         options: of the `LLM`, its model included.
-        metrics_port: the first replica answers Prometheus there, the others on the ports after it; 0: none does.
+        metrics_port: the first replica answers Prometheus there, the others on the ports after it; 0: none does, nor where
+            metrics ask for a key.
         version: another one has Ray replace the replicas in turn.
     """
 
@@ -49,11 +50,14 @@ class Replica:
         from ray import serve
 
         from surefoot.llm import LLM
+        from surefoot.serving.middleware import log_to_stderr
 
         context = serve.get_replica_context()
         rank = getattr(context.rank, "rank", 0)
         self._settings = replace(settings, replica=f"{rank}")
-        self._metrics_port = metrics_port + int(rank) if metrics_port else 0
+        closed = bool(settings.api_keys) and settings.metrics_need_key  # these ports know no keys
+        self._metrics_port = metrics_port + int(rank) if metrics_port and not closed else 0
+        log_to_stderr()
         self.llm = LLM(**options)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -133,7 +137,7 @@ def run(
         ray.init(
             num_cpus=replicas * threads + 1,
             include_dashboard=False,
-            log_to_driver=False,
+            log_to_driver=True,  # the lines of requests
             configure_logging=False,
             _node_ip_address="127.0.0.1",
         )
@@ -149,7 +153,9 @@ def run(
                 say(
                     f"replicas  {replicas}, {threads} threads each; sessions by X-Session-Id; SIGHUP restarts them in turn"
                 )
-                say(f"metrics   http://127.0.0.1:{metrics_port} and the ports after it, one a replica")
+                closed = bool(settings.api_keys) and settings.metrics_need_key
+                open_at = f"http://127.0.0.1:{metrics_port} and the ports after it, one a replica"
+                say(f"metrics   {'not without --open-metrics' if closed else open_at}")
                 say(
                     f"serving   {settings.served_model_name or options.get('model')} at http://{settings.host}:{settings.port}"
                 )

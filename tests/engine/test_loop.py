@@ -100,6 +100,29 @@ def test_a_consumer_thread_that_dies_cancels_its_request(loop: EngineLoop, monke
     assert loop.call(lambda engine: len(engine.requests)) == 0
 
 
+def test_a_loop_faster_than_its_client_loses_nothing(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole answer is computed before the thread that queues it goes on; its request id is free again."""
+    expected = alone(PROMPTS[0])
+    commands = loop._commands
+
+    class Waits:
+        """After a command the client sleeps until the loop has nothing left to do."""
+
+        def put(self, command: Any) -> None:
+            commands.put(command)
+            deadline = time.monotonic() + 5
+            time.sleep(0.05)
+            while loop.engine.has_work and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(commands, name)
+
+    monkeypatch.setattr(loop, "_commands", Waits())
+    for _ in range(2):
+        assert tokens_of(loop.submit(PROMPTS[0], GREEDY, request_id="mine")) == expected
+
+
 def test_cancel_from_another_thread_ends_the_iteration(loop: EngineLoop) -> None:
     handle = loop.submit([1, 2], SamplingParams(temperature=0, max_tokens=80))
     events = [next(handle)]

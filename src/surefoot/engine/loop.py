@@ -199,8 +199,9 @@ class EngineLoop:
                 raise RequestError(
                     f"request id {used!r} is in use: choose another, or wait until that request has ended"
                 )
-            self._put(lambda: self._admit(groups), new=True)
-            self._boxes.update(dict.fromkeys(names, box))
+            self._check(new=True)
+            self._boxes.update(dict.fromkeys(names, box))  # first: the loop may step before this thread goes on
+            self._commands.put(lambda: self._admit(groups))
 
     def cancel(self, requests: Iterable[Request]) -> None:
         """End requests between this step and the next. Returns at once; those that have ended already are left alone."""
@@ -282,14 +283,15 @@ class EngineLoop:
 
     def _send(self, command: Callable[[], None]) -> None:
         with self._sending:
-            self._put(command)
+            self._check()
+            self._commands.put(command)
 
-    def _put(self, command: Callable[[], None], *, new: bool = False) -> None:
+    def _check(self, *, new: bool = False) -> None:
+        """Raise if commands (`new`: new requests) are not taken any more."""
         if os.getpid() != self._process:
             raise EngineError("this engine was built before the process was forked: build one in the child")
         if self._closed or (new and self._refusal):
             raise EngineError(f"{self._refusal or 'this engine is closed'}: build a new one")
-        self._commands.put(command)
 
     # -- on the loop's thread ----------------------------------------------------------------------------------------------
 

@@ -223,9 +223,11 @@ class TestFeed:
             with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=30) as response:
                 next(response.iter_lines())
             with feed(live.url) as events:
-                told = next(
-                    t for t in iter(lambda: next_snapshot(events), None) if t["requests"] and t["requests"][0]["finish"]
-                )
+                told = next_snapshot(events)
+                for _ in range(20):
+                    if told["requests"] and told["requests"][0]["finish"]:
+                        break
+                    told = next_snapshot(events)
             assert told["requests"][0]["finish"] == "abort"
             _until(lambda: not page._running)
 

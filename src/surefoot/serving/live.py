@@ -107,7 +107,9 @@ class Live(Watcher):
 
     def ended(self, endpoint: str, request: EngineRequest) -> None:
         if self._running.pop(request.request_id, None) is not None:
-            self._recent.appendleft(describe_request(endpoint, request))
+            told = describe_request(endpoint, request)
+            told["finish"] = told["finish"] or "abort"  # its client has gone; the engine is yet to hear of it
+            self._recent.appendleft(told)
 
     # -- once a second -----------------------------------------------------------------------------------------------------
 
@@ -130,9 +132,6 @@ class Live(Watcher):
         self._since, self._before = now, (self.tokens, self.steps)
         sample = Sample(time.time(), rate, tokens / steps if steps else 0.0, self._state.answers)
         self.history.append(sample)
-        for endpoint, request in list(self._running.values()):
-            if request.finished_at is not None:  # its client went before the last event
-                self.ended(endpoint, request)
         return sample
 
     def _publish(self, snapshot: dict[str, Any]) -> None:

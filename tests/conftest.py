@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from surefoot.speculation import guard
+
 # The same examples in every run, so that what passed here passes elsewhere; HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile("same", derandomize=True)
 settings.register_profile("explore", derandomize=False)
@@ -27,6 +29,14 @@ if (
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_guard() -> Iterator[None]:
+    """Drafts of a tiny model cost more than they save: the guard would switch them off, and what is tested with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "FIRST_AFTER", 1 << 60)
+        yield
 
 
 @pytest.fixture(scope="module")

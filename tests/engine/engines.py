@@ -171,6 +171,7 @@ def build(
         "block_size": 4,
         "check_layout": True,
         "seed": 0,
+        "guard": False,
     }
     settings |= {**(policy or {}), **config}
     settings.setdefault("max_num_batched_tokens", max(64, settings["max_num_seqs"] * 16))

@@ -115,6 +115,14 @@ CostTable = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
+Guard = Annotated[
+    bool,
+    typer.Option(
+        "--guard/--no-guard",
+        help="Compare a few steps without drafts with the others, and switch drafts off where they do not pay.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
@@ -245,6 +253,7 @@ def load_llm(
     max_num_seqs: int = 1,
     trace: Path | None = None,
     max_model_len: int | None = None,
+    guard: bool = True,
 ) -> LLM:
     """The engine these options describe.
 
@@ -280,6 +289,7 @@ def load_llm(
         max_num_seqs=max_num_seqs,
         trace=trace,
         max_model_len=max_model_len,
+        guard=guard,
     )
     llm.mentions_missing_table = False  # the commands say it beside their figures, or measure one
     return llm

@@ -43,6 +43,7 @@ def serve(
     gamma: options.Gamma = None,
     width: options.Width = "auto",
     cost_table: options.CostTable = "auto",
+    guard: options.Guard = True,
     profile: Annotated[
         bool,
         typer.Option(
@@ -176,6 +177,7 @@ def serve(
             "gamma": gamma,
             "width": options.parse_width(width),
             "cost_table": cost_table,
+            "guard": guard,
             "device": device,
             "dtype": dtype,
             "quantize": quantize,
@@ -194,6 +196,7 @@ def serve(
             gamma=gamma,
             width=width,
             cost_table=cost_table,
+            guard=guard,
             device=device,
             dtype=dtype,
             threads=threads,

@@ -15,6 +15,7 @@ from surefoot.engine.policy import WidthPolicy
 from surefoot.errors import ConfigurationError
 from surefoot.speculation.breaker import Breaker
 from surefoot.speculation.cost import CostTable
+from surefoot.speculation.guard import Guard
 from surefoot.speculation.live_cost import LiveCost
 from surefoot.targets.target import Target
 
@@ -79,6 +80,7 @@ def make_policy(
         trim_beside_prefill=reads_are_free,
         suspends=(drafter is None or not drafter.rests) if suspends is None else suspends,
         model_gamma=drafter.model_gamma if drafter else None,
+        guard=Guard(settle=0 if reads_are_free else 1) if options.guard and drafter else None,
     )
 
 

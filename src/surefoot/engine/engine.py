@@ -146,6 +146,7 @@ class Engine:
             **self.statistics.to_dict(),
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
+            "guard": None if self.policy.guard is None else self.policy.guard.to_dict(),
             "blocks_used": [pool.num_used for pool in self.blocks.pools],
             "blocks_total": [pool.num_blocks - 1 for pool in self.blocks.pools],
         }

@@ -17,6 +17,7 @@ from surefoot.speculation.cost import CostTable
 from surefoot.speculation.depth import DraftDepth
 from surefoot.speculation.estimator import ConfidenceSource, Evidence
 from surefoot.speculation.exploration import Exploration
+from surefoot.speculation.guard import Guard
 from surefoot.speculation.live_cost import LiveCost
 from surefoot.speculation.planner import Decision, StepLoad
 from surefoot.speculation.sources import model_scores
@@ -77,6 +78,7 @@ class StepLearner:
     Args:
         publishes: whether survivals of this step are planned with later.
         teach_every: steps that the confidence source is taught together.
+        guard: told what steps took and brought.
 
     Attributes:
         board: survivals of earlier steps, by slot.
@@ -95,13 +97,14 @@ class StepLearner:
         model_gamma: int | None = None,
         publishes: bool = True,
         teach_every: int = 1,
+        guard: Guard | None = None,
     ) -> None:
         self.gamma, self.costs, self.confidence = gamma, costs, confidence
         self.board = ConfidenceBoard(num_slots, gamma)
         self.depth = DraftDepth(gamma if model_gamma is None else model_gamma)
         self.exploration = Exploration()
         self.model_share = 1.0
-        self._publishes, self._teach_every = publishes, teach_every
+        self._publishes, self._teach_every, self._guard = publishes, teach_every, guard
         self._statistics = Statistics()
         self._uncounted: list[ObservedStep] = []
         self._untaught: list[BlockOutcomes] = []
@@ -139,6 +142,8 @@ class StepLearner:
         self._uncounted.append(ObservedStep(plan, outputs, proposed, kept, measured, _observe_breakers(plan, outputs)))
         if len(self._uncounted) >= COUNT_EVERY:
             self._count()
+        if self._guard is not None and plan.arm is not None and not plan.load.prefill_tokens:
+            self._guard.observe(plan.load.requests, plan.load.context, plan.arm, sum(kept), measured)
         if plan.predicted_ms and not plan.load.prefill_tokens:
             change = self.costs.observe(plan.predicted_ms, measured, plan.load.requests + sum(widths))
             if change is not None:

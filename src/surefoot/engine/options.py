@@ -62,6 +62,7 @@ class EngineOptions:
         min_gain: least relative gain in tokens per ms for which the stale planner trims.
         breaker: acceptance, up to 1, below which a request rests from speculation (0.6 is a good value); None leaves the
             breaker out.
+        guard: compare a few target-only steps with the others, and switch speculation off at loads where it does not pay.
         prefix_reuse: share cached blocks between requests with the same beginning.
         graphs: `auto` (CUDA graphs on CUDA, eager on a CPU), `eager`, or on a CPU `compiled`.
         overlap: prepare a step while the one before it runs; None does so where the device allows it.
@@ -91,6 +92,7 @@ class EngineOptions:
     max_width: int | None = None
     min_gain: float = 0.0
     breaker: float | None = None
+    guard: bool = True
     prefix_reuse: bool = True
     graphs: GraphMode = "auto"
     overlap: bool | None = None
@@ -168,7 +170,7 @@ class EngineOptions:
         self._integer("threads", 1, os.cpu_count() or 1, "leave it out for all physical cores", optional=True)
         self._integer("seed", -(2**63), 2**64 - 1, "leave it out for a fresh one", optional=True)
         choice("graphs", self.graphs, get_args(GraphMode), ConfigurationError, remedy="auto is the default")
-        for name in ("trust_remote_code", "prefix_reuse", "check_layout"):
+        for name in ("trust_remote_code", "guard", "prefix_reuse", "check_layout"):
             self._put(name, flag(name, getattr(self, name), ConfigurationError))
         if self.overlap is not None:
             self._put("overlap", flag("overlap", self.overlap, ConfigurationError))
@@ -297,6 +299,7 @@ class EngineArguments(TypedDict, total=False):
     max_width: int | None
     min_gain: float
     breaker: float | None
+    guard: bool
     prefix_reuse: bool
     graphs: GraphMode
     overlap: bool | None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from surefoot.engine.messages import WidthPlan
 from surefoot.engine.scheduler import Scheduled
+from surefoot.speculation.guard import Arm
 from surefoot.speculation.planner import Decision, StepLoad
 from surefoot.speculation.survival import Seat
 
@@ -27,6 +28,7 @@ class Plan:
     depth: int | None = None  # tokens drafted of each block (None: gamma)
     suspended: bool = False  # nothing is drafted, because drafting does not pay
     paused: int = 0  # requests whose breaker is open
+    arm: Arm | None = None  # what the guard chose; None: it was not asked
     seats: list[Seat] = field(default_factory=list)  # [D] where their survivals are published
     predicted_ms: float | None = None  # for the rows that ran, once the step is observed
 

@@ -9,6 +9,7 @@ published survivals, before any token of the step is drafted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,8 +23,9 @@ from surefoot.errors import ConfigurationError
 from surefoot.kernels import native, planning
 from surefoot.speculation.breaker import Breaker
 from surefoot.speculation.estimator import ConfidenceSource
+from surefoot.speculation.guard import Arm, Guard
 from surefoot.speculation.live_cost import LiveCost
-from surefoot.speculation.planner import CausalPlanner, Decision, ForcedWidths, StalePlanner, StepLoad
+from surefoot.speculation.planner import CausalPlanner, Decision, ForcedWidths, Reason, StalePlanner, StepLoad
 from surefoot.speculation.stopping import FEW, Selection, StoppingPlanner, StoppingProblem, stopping_rule
 from surefoot.speculation.survival import Seat
 
@@ -79,11 +81,13 @@ class WidthPolicy:
         trim_beside_prefill: bool = False,
         suspends: bool = True,
         model_gamma: int | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """
         Args:
             suspends: leave drafting out where it is expected to lose; False for a drafter that rests its model itself.
             model_gamma: tokens of a whole block of the drafter's model (None: gamma).
+            guard: switches speculation off where measured steps show that it does not pay; not asked where widths are forced.
         """
         self.costs = LiveCost() if costs is None else costs
         settings: dict[str, Any] = {
@@ -104,6 +108,7 @@ class WidthPolicy:
             raise ConfigurationError(f"planner is {planner!r}; allowed: stale, causal, stopping")
         self.gamma, self.planner_name = gamma, planner
         self.confidence = confidence
+        self.guard = None if forced is not None else guard
         # Published survivals choose the budget, or whether to draft at all; otherwise nobody reads them.
         self._publishes = self.current is None or suspends
         self.learner = StepLearner(
@@ -113,6 +118,7 @@ class WidthPolicy:
             confidence=confidence,
             model_gamma=model_gamma,
             publishes=self._publishes,
+            guard=self.guard,
             # A device that runs beside the host hides the host's time, and its drafter needs the last step's outcome.
             teach_every=1 if self.current is None else TEACH_EVERY,
         )
@@ -162,9 +168,15 @@ class WidthPolicy:
             step=self._step,
             model_requests=None if share == 1.0 else round(share * len(limits)),
         )
+        arm = None
+        if drafting and self.guard is not None:
+            arm = self.guard.choose(load.requests, load.context, alone=not load.prefill_tokens)
+            if arm is Arm.TARGET_ONLY:
+                return self._target_only(drafting, not_drafting, load, paused, arm)
         if drafting and (depth := self._depth_of(load)) is not None:
             load = load._replace(depth=depth)
         plan = Plan(drafting, not_drafting, limits, load, self.stale.settled(load), depth=load.depth, paused=paused)
+        plan.arm = arm
         if self._publishes and drafting:
             plan.seats = [self._seat(part.request) for part in drafting]
         if plan.decision is not None:
@@ -174,14 +186,23 @@ class WidthPolicy:
         if self._publishes:
             decision = self.stale.decide(self.learner.board.read(self._step, plan.seats), load)
             if not plan.explored and self._draft_loses(decision, load):
-                load = load._replace(limits=[])
-                return Plan(
-                    [], [*drafting, *not_drafting], [], load, self.stale.settled(load), suspended=True, paused=paused
-                )
+                return self._target_only(drafting, not_drafting, load, paused, arm)
             plan.decision = decision
         if self.current is not None:
             plan.decision, plan.decide = None, partial(self._decide, self.current, plan)
         return plan
+
+    def _target_only(
+        self, drafting: list[Scheduled], not_drafting: list[Scheduled], load: StepLoad, paused: int, arm: Arm | None
+    ) -> Plan:
+        """A step without drafts, though there could be some."""
+        load = load._replace(limits=[])
+        decision = self.stale.settled(load)
+        if decision is not None and arm is Arm.TARGET_ONLY:
+            decision = replace(
+                decision, reason=Reason.GUARD_WINDOW if self.guard and self.guard.on else Reason.GUARD_OFF
+            )
+        return Plan([], [*drafting, *not_drafting], [], load, decision, suspended=True, paused=paused, arm=arm)
 
     def _depth_of(self, load: StepLoad) -> int | None:
         """How many tokens to draft of each block; None for whole blocks."""

@@ -208,6 +208,17 @@ def _speculation(stats: Mapping[str, Any], drafter: str) -> Iterator[Metric]:
         breakers.add_metric([name], count)
     yield breakers
     yield _counter("surefoot_breaker_trips", "Times that a breaker switched speculation off.", stats["breaker_trips"])
+    if (guard := stats["guard"]) is not None:
+        yield _gauge("surefoot_guard_on", "0 while the guard has speculation off at the current load.", guard["on"])
+        switches = CounterMetricFamily(
+            "surefoot_guard_switches", "Times that the guard switched speculation.", labels=["to"]
+        )
+        probes = CounterMetricFamily("surefoot_guard_probe_steps", "Steps run to compare.", labels=["kind"])
+        for name in ("off", "on"):
+            switches.add_metric([name], guard[f"switched_{name}"])
+        for name in ("window", "trial"):
+            probes.add_metric([name], guard[f"{name}_steps"])
+        yield from (switches, probes)
 
 
 def _time(stats: Mapping[str, Any], target_only: TargetOnlyTime) -> Iterator[Metric]:

@@ -50,6 +50,8 @@ class Reason(str, Enum):
     PREFILL = "prefill_in_batch"  # a prompt chunk dominates the step: trimming is suspended
     SMALL_GAIN = "gain_too_small"  # the best trim is expected to gain less than the minimum: verifies everything
     FORCED = "forced"  # the widths are given
+    GUARD_WINDOW = "guard_window"  # target-only for a moment, to compare
+    GUARD_OFF = "guard_off"  # target-only, because measured steps with drafts brought fewer tokens per ms
     NOTHING_DRAFTED = "nothing_drafted"  # every limit is 0
 
     def __str__(self) -> str:

@@ -4,11 +4,11 @@ Three parts, each on one engine over the default target:
 
 * **random**: the shipped drafter's network with random weights. Blocks of steps with drafts and target-only requests take
   turns; says after how many steps the guard acts, and how fast the engine is then, as a share of target-only.
-* **sleep**: the shipped drafter sleeps in every pass, after its cost was measured without. The same; then the sleep ends, and
+* **sleep**: the shipped drafter sleeps in every pass, after its cost was measured without it. The same; then the sleep ends, and
   it says after how many steps the guard has noticed.
 * **shipped**: the shipped drafter as it is, with the guard and without, in turns on the same prompts.
 
-Every text is compared with the target-only one. The cost table is what `surefoot profile` saved, if it did.
+Every text is compared with the target-only one. A missing cost table is measured before, without the faults.
 """
 
 from __future__ import annotations
@@ -53,28 +53,27 @@ class Watch:
 
 def faulty(watch: Watch, most: int, say: str) -> None:
     """Run until the guard acts, and then compare with target-only in turns."""
-    cycle = 0
-    texts = prompts(watch.llm)
-    while watch.guard["on"] and watch.steps < most:
-        watch.run(texts[cycle % len(texts)], None)
+    texts, cycle, spent = prompts(watch.llm), 0, [0.0, 0.0]
+    while watch.steps < 200 or (watch.guard["on"] and watch.steps < most):
+        speed, tokens = watch.run(texts[cycle % len(texts)], None)
+        spent = [spent[0] + len(tokens), spent[1] + len(tokens) / speed]
         cycle += 1
-    print(f"{say}: off after {watch.steps} steps" if not watch.guard["on"] else f"{say}: still on after {watch.steps}")
+    print(f"{say}: {'on' if watch.guard['on'] else 'off'} after {watch.steps} steps at {spent[0] / spent[1]:.1f} tok/s")
     for load in watch.guard["loads"]:
         print("   ", load)
-    while watch.steps < 200:
-        watch.run(texts[cycle % len(texts)], None)
-        cycle += 1
-    ratios, same = [], True
+    pairs, same = [], True
     for turn in range(12):
         prompt = texts[turn % len(texts)]
         pair: dict[int | None, Any] = {}
         for gamma in (None, 0) if turn % 2 else (0, None):
             pair[gamma] = watch.run(prompt, gamma)
-        ratios.append(pair[None][0] / pair[0][0])
+        pairs.append((pair[None][0], pair[0][0]))
         same &= pair[None][1] == pair[0][1]
+    ratios = [ours / target_only for ours, target_only in pairs]
+    seconds = [sum(1 / speed for speed in arm) for arm in zip(*pairs, strict=True)]
     print(
-        f"{say}: after {watch.steps} steps {statistics.median(ratios):.3f} of target-only (median of {len(ratios)} pairs, "
-        f"{min(ratios):.3f} to {max(ratios):.3f}), texts {'identical' if same else 'DIFFER'}; "
+        f"{say}: then {statistics.median(ratios):.3f} of target-only (median of {len(ratios)} pairs, {min(ratios):.3f} to "
+        f"{max(ratios):.3f}; {seconds[1] / seconds[0]:.3f} of all of it), texts {'identical' if same else 'DIFFER'}; "
         f"{watch.guard['trial_steps']} steps of trials"
     )
 
@@ -83,24 +82,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--sleep-ms", type=float, default=60.0)
+    parser.add_argument("--sleep-ms", type=float, default=150.0)
     parser.add_argument("--parts", default="random,sleep,shipped")
     parser.add_argument("--cost-table", default="auto")
     options = parser.parse_args()
     parts = options.parts.split(",")
-    made: dict[str, Any] = {"max_num_seqs": 1, "seed": 1, "cost_table": options.cost_table}
+    made: dict[str, Any] = {"max_num_seqs": 8, "seed": 1, "cost_table": options.cost_table}
+
+    def ready(llm: LLM) -> LLM:
+        if llm.lacks_cost_table and options.cost_table == "auto":
+            llm.profile()
+        return llm
 
     if "random" in parts:
-        with LLM(drafter="qwen2.5-coder-0.5b", **made) as llm:
+        with ready(LLM(drafter="qwen2.5-coder-0.5b", **made)) as llm:
+            drafter: Any = llm.loop.call(lambda engine: engine.drafter)
             torch.manual_seed(0)
-            for parameter in llm.loop.call(lambda engine: list(engine.drafter.model.parameters())):  # type: ignore[union-attr]
+            drafter.copying = None  # copies from the text need no weights
+            for parameter in drafter.model.parameters():
                 if parameter.is_floating_point():
                     parameter.data.normal_(std=0.02)
             faulty(Watch(llm, options.max_tokens), 2000, "random")
 
     if "sleep" in parts:
-        with LLM(**made) as llm:
-            drafter: Any = llm.loop.call(lambda engine: engine.drafter)
+        with ready(LLM(**made)) as llm:
+            drafter = llm.loop.call(lambda engine: engine.drafter)
             propose, asleep = drafter.propose, [True]
 
             def slow(*arguments: Any) -> Any:
@@ -118,7 +124,7 @@ def main() -> int:
             print(f"sleep: on again {watch.steps - gone} steps after it ended" if watch.guard["on"] else "sleep: never on")
 
     if "shipped" in parts:
-        with LLM(**made) as llm:
+        with ready(LLM(**made)) as llm:
             watch = Watch(llm, options.max_tokens)
             guard = llm.loop.call(lambda engine: engine.policy.guard)
 
@@ -129,7 +135,7 @@ def main() -> int:
                 llm.loop.call(put)
 
             ratios = []
-            for prompt in prompts(llm):  # warm: a guard's first window comes early
+            for prompt in prompts(llm):  # a guard's first window comes early
                 watch.run(prompt, None)
             for repeat in range(options.repeats):
                 for number, prompt in enumerate(prompts(llm)):

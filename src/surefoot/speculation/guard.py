@@ -31,8 +31,8 @@ BETWEEN = 4
 """Speculative steps between two windows of an examination: if speculation is slower, the windows cost nothing."""
 TRIAL, LONG_TRIAL = 4, 16
 """Speculative steps after which a trial may end, and after which it switches speculation on."""
-LEAST_SPECULATIVE = 16
-"""Speculative steps of an examination before it may end."""
+LEAST_SPECULATIVE, ENOUGH = 16, 128
+"""Speculative steps of an examination before it may end, and after which it ends unless speculation is slower."""
 BOUND = 2.5
 """Standard errors between two rates that differ beyond doubt."""
 FEW, MANY = 48, 640
@@ -132,6 +132,12 @@ class Compared(NamedTuple):
     def suspicious(self) -> bool:
         """Whether it is slower by more than its noise."""
         return self.speculative.value * (1 + min(self.speculative.error, 1.0)) < self.target_only.value
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is faster by more than its noise, or not slower after many steps."""
+        margin = 0.0 if self.speculative.steps >= ENOUGH else min(self.speculative.error, 1.0)
+        return self.speculative.value * (1 - margin) > self.target_only.value
 
     @property
     def loses(self) -> bool:
@@ -257,7 +263,7 @@ class Guard:
         regime.wait = round(WINDOW / RATE)
         if len(steps) == MANY:
             regime.patience = SOONEST  # the last fault is long gone
-        if whole.suspicious or Compared(recent, whole.target_only).suspicious:
+        if whole.slower or Compared(recent, whole.target_only).suspicious:
             regime.examined, regime.wait = [], BETWEEN
 
     def _examine(self, regime: _Regime, examined: list[Sample]) -> None:
@@ -269,7 +275,7 @@ class Guard:
             return
         if found.loses:
             self._switch(regime, found, on=False)
-        elif not found.slower:
+        elif found.pays:
             regime.steps = deque(examined, maxlen=MANY)  # what came before may have been another machine
             regime.examined, regime.wait = None, round(WINDOW / RATE)
 

@@ -24,6 +24,7 @@ import torch
 from surefoot import LLM, SamplingParams
 from surefoot.bench.prompts import BUILT_IN
 
+
 def prompts(llm: LLM) -> list[list[int]]:
     return [prompt.tokens(llm.tokenizer) for prompt in BUILT_IN]
 
@@ -34,11 +35,14 @@ class Watch:
     def __init__(self, llm: LLM, max_tokens: int) -> None:
         self.llm, self.max_tokens = llm, max_tokens
         self.steps = 0
+        self.off_at: int | None = None
         llm.loop.add_observer(self._step)
 
     def _step(self, report: Any) -> None:
         if report.plan.arm is not None:
             self.steps += 1
+            if self.off_at is None and report.plan.decision.reason.value == "guard_off":
+                self.off_at = self.steps
 
     @property
     def guard(self) -> dict[str, Any]:
@@ -58,7 +62,8 @@ def faulty(watch: Watch, most: int, say: str) -> None:
         speed, tokens = watch.run(texts[cycle % len(texts)], None)
         spent = [spent[0] + len(tokens), spent[1] + len(tokens) / speed]
         cycle += 1
-    print(f"{say}: {'on' if watch.guard['on'] else 'off'} after {watch.steps} steps at {spent[0] / spent[1]:.1f} tok/s")
+    acted = "never switched off" if watch.off_at is None else f"switched off at step {watch.off_at}"
+    print(f"{say}: {acted}; {spent[0] / spent[1]:.1f} tok/s over the first {watch.steps} steps")
     for load in watch.guard["loads"]:
         print("   ", load)
     pairs, same = [], True
@@ -121,7 +126,9 @@ def main() -> int:
             while not watch.guard["on"] and watch.steps < gone + 5000:
                 watch.run(texts[cycle % len(texts)], None)
                 cycle += 1
-            print(f"sleep: on again {watch.steps - gone} steps after it ended" if watch.guard["on"] else "sleep: never on")
+            print(
+                f"sleep: on again {watch.steps - gone} steps after it ended" if watch.guard["on"] else "sleep: never on"
+            )
 
     if "shipped" in parts:
         with ready(LLM(**made)) as llm:

@@ -490,6 +490,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/speculation/test_planner.py",),
     ),
     Mutation(
+        "loop: a step may run before the mailbox of its request is known",
+        "engine/loop.py",
+        """            self._boxes.update(dict.fromkeys(names, box))  # first: the loop may step before this thread goes on
+            self._commands.put(lambda: self._admit(groups))
+""",
+        """            self._commands.put(lambda: self._admit(groups))
+            self._boxes.update(dict.fromkeys(names, box))
+""",
+        ("tests/engine/test_loop.py",),
+    ),
+    Mutation(
         "breaker: it opens for the good drafts",
         "speculation/breaker.py",
         "self._accepted < self.min_acceptance * self._proposed",

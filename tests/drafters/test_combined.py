@@ -140,7 +140,7 @@ LAWS = [
 
 
 def law_of(drafter: Any, target: Any, width: Any, params: SamplingParams, samples: int = 6_000) -> tuple[float, Any]:
-    """p-value of the chi-square test of the first three tokens behind a prompt that repeats itself, and the engine."""
+    """p-value of the chi-square test of the first three tokens after a prompt that repeats itself, and the engine."""
     engine = build(target, drafter, width=width, max_num_seqs=512, max_model_len=24, check_layout=False)
     return chi_square(engine, target, [1, 2, 1, 2, 1], params, samples)[0], engine
 
@@ -223,7 +223,7 @@ class EveryFourth(SourceChoice):
 
 
 def recorded(drafter: Any) -> dict[tuple[int, ...], tuple[list[int], list[float]]]:
-    """What `drafter` proposes from now on, by the text it was behind: tokens and confidence logits."""
+    """What `drafter` proposes from now on, by the text it followed: tokens and confidence logits."""
     seen: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
     honest = drafter.propose
 

@@ -22,7 +22,7 @@ SHARES = [0.0, 0.2, *[0.7] * (LONGEST - 1)]
 
 
 def copy_of(text: list[int]) -> tuple[int, int]:
-    """By the definition: the token behind the longest earlier occurrence of the suffix, the latest of equals."""
+    """By the definition: the token after the longest earlier occurrence of the suffix, the latest of equals."""
     for length in range(min(LONGEST, len(text) - 1), 0, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:
@@ -50,7 +50,7 @@ letters = st.integers(0, 2)
     )
 )
 def test_copies_are_what_the_definition_says(requests: list[tuple[list[int], list[int]]]) -> None:
-    """Of several requests at once, in front of a block and inside it."""
+    """Of several requests at once, before a block and inside it."""
     texts = [list(text) for text, _ in requests]
     copier = Copier(context_of(texts), 5)
     for k in range(5):

@@ -202,7 +202,7 @@ def test_depth_draws_the_first_tokens_and_says_how_many(worlds, variant, depth) 
 
 @pytest.mark.parametrize("variant", ["vanilla", "masks_only", "causal_window", "window", "rnn"])
 def test_shorter_block_is_the_block_of_a_smaller_drafter(worlds, variant) -> None:
-    """Where the configuration allows it, the slots behind the wanted tokens are not computed at all."""
+    """Where the configuration allows it, the slots after the wanted tokens are not computed at all."""
     target, drafts, rows = worlds.lending_target(VOCABULARY, WIDTH), [], []
     for depth, size in ((2, 4), (None, 2 + (variant == "masks_only"))):
         drafter = make(variant)

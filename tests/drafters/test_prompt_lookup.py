@@ -16,7 +16,7 @@ from surefoot.kernels import native
 
 
 def naive(text: list[int], gamma: int, max_match: int, min_match: int) -> tuple[list[int], int]:
-    """Longest match of the suffix, latest among equals; the text behind it, repeated with the distance as period."""
+    """Longest match of the suffix, latest among equals; the text after it, repeated with the distance as period."""
     best_length, best_end = 0, -1
     for end in range(len(text) - 1):
         length = 0
@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def draft_of(texts: list[list[int]], drafter: PromptLookupDrafter, *, slack: int = 0, slots: list[int] | None = None):
-    """Draft for texts whose last token is the anchor; what lies behind the anchor is garbage that would match."""
+    """Draft for texts whose last token is the anchor; what comes after the anchor is garbage that would match."""
     slots = list(range(len(texts))) if slots is None else slots
     history = torch.full((max(slots) + 1, max(map(len, texts)) + slack + 8), 1)
     for slot, text in zip(slots, texts, strict=True):
@@ -76,7 +76,7 @@ def test_equals_the_definition(texts, gamma, max_match, min_match, slack) -> Non
 @pytest.mark.parametrize(
     ("text", "proposal"),
     [
-        ([5, 6, 7, 8, 9, 5, 6], [7, 8, 9, 5]),  # the text behind the match
+        ([5, 6, 7, 8, 9, 5, 6], [7, 8, 9, 5]),  # the text after the match
         ([5, 6, 1, 5, 6, 2, 5, 6], [2, 5, 6, 2]),  # the more recent of two, then around again
         ([4, 5, 6, 1, 5, 6, 2, 4, 5, 6], [1, 5, 6, 2]),  # the longer one, although older
         ([7, 7, 7], [7, 7, 7, 7]),  # match and suffix overlap
@@ -94,7 +94,7 @@ def test_no_match_still_names_valid_tokens() -> None:
     assert draft_of([[1, 2, 3]], PromptLookupDrafter(3)).tokens.tolist() == [[3, 3, 3]]
 
 
-def test_reads_nothing_behind_the_anchor() -> None:
+def test_reads_nothing_after_the_anchor() -> None:
     """Provisional drafts of the last step stand there; the same request must draft the same."""
     drafter = PromptLookupDrafter(3)
     text = torch.tensor([[1, 2, 3, 1, 2, 0, 0, 0], [1, 2, 3, 1, 2, 9, 1, 2]])

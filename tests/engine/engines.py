@@ -94,7 +94,7 @@ def combine_at(trained: Drafter, gamma: int, threshold: int) -> CombinedDrafter:
 class QueueDevice:
     """An overlapping device without a thread: a step runs as soon as it is submitted, or as late as its result allows.
 
-    Late, the host has changed everything it changes for the step behind before this one runs. Both are deterministic.
+    Late, the host has changed everything it changes for the next step before this one runs. Both are deterministic.
     """
 
     overlaps = True

@@ -182,7 +182,7 @@ def test_a_long_prompt_alone_fits_a_sliding_group_whatever_the_chunks() -> None:
 
 
 class Proposals:
-    """Every block a drafter proposes, by the text it stands behind."""
+    """Every block a drafter proposes, by the text it follows."""
 
     def __init__(self, drafter: Any) -> None:
         self.blocks: dict[tuple[int, ...], list[int]] = {}
@@ -240,7 +240,7 @@ def test_a_hit_on_all_but_the_last_token_drafts_at_once() -> None:
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_stop_inside_a_block_leaves_nothing_behind_it(loop_name: str) -> None:
+def test_a_stop_inside_a_block_leaves_nothing_after_it(loop_name: str) -> None:
     """No token id, no registered block, no text of the dropped drafts: a later request must not find them."""
     inside = 0
     # Prompts that end with text of the target's own, so that what it goes on with, the stop included, is looked up there.
@@ -370,7 +370,7 @@ FAULTS: dict[str, Callable[..., tuple[Any, Any, Any, Any]]] = {
     ),
     "rows of another request": lambda i, b, w, a: (i, replace(b, row_slot=b.row_slot.flip(0)), w, a),
     "positions one late": lambda i, b, w, a: (i, replace(b, positions=b.positions + 1), w, a),
-    "sees the row behind it": lambda i, b, w, a: (i, replace(b, kv_lens=b.kv_lens + 1), w, a),
+    "sees the row after it": lambda i, b, w, a: (i, replace(b, kv_lens=b.kv_lens + 1), w, a),
     "tokens of another row": lambda i, b, w, a: (i, replace(b, token_ids=b.token_ids + 1), w, a),
     "writes to scratch": lambda i, b, w, a: (i, replace(b, cache_slots=tuple(c * 0 for c in b.cache_slots)), w, a),
     "writes twice": lambda i, b, w, a: (i, replace(b, cache_slots=tuple(c * 0 + 9 for c in b.cache_slots)), w, a),

@@ -52,7 +52,7 @@ def test_a_table_with_depths_makes_blocks_shorter_and_changes_no_token(name: str
     got = engine.run(texts, SamplingParams(temperature=0, max_tokens=60))
     assert [request.output.token_ids for request in got] == greedy_oracle(target, texts, 60)
     depths = {report.inputs.plan.depth for report in seen if report.plan.drafting}
-    assert None in depths, "whole blocks must be drafted now and then, or nothing is learned of what lies behind"
+    assert None in depths, "whole blocks must be drafted now and then, or nothing is learned of what comes later"
     assert depths - {None}, "the depth was never chosen"
     assert {report.to_dict()["depth"] for report in seen if report.plan.drafting} == depths
     short = [report for report in seen if report.plan.drafting and report.inputs.plan.depth]

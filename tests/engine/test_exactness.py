@@ -360,7 +360,7 @@ def test_logprobs_are_the_targets_own_with_and_without_speculation(drafter: str,
 
 
 def test_the_context_a_drafter_sees_is_what_was_committed() -> None:
-    """Drafts after a rejection equal drafts of a fresh request with the same history: nothing rejected is left behind."""
+    """Drafts after a rejection equal drafts of a fresh request with the same history: nothing rejected is left over."""
     target = tiny_target("qwen3")
     drafter = tiny_dspark(target, gamma=4)
     seen: list[tuple[list[int], list[int]]] = []
@@ -380,6 +380,6 @@ def test_the_context_a_drafter_sees_is_what_was_committed() -> None:
     assert len(walked) > 4
     for history, tokens in walked[::3]:
         seen.clear()
-        # Greedy: one token behind history[:-1] is history[-1], and the next step drafts behind exactly `history`.
+        # Greedy: one token after history[:-1] is history[-1], and the next step drafts after exactly `history`.
         build(target, drafter, width=0).run([history[:-1]], SamplingParams(temperature=0, max_tokens=3))
         assert {tuple(h): t for h, t in seen}[tuple(history)] == tokens

@@ -119,8 +119,14 @@ def test_a_loop_faster_than_its_client_loses_nothing(loop: EngineLoop, monkeypat
             return getattr(commands, name)
 
     monkeypatch.setattr(loop, "_commands", Waits())
-    for _ in range(2):
-        assert tokens_of(loop.submit(PROMPTS[0], GREEDY, request_id="mine")) == expected
+    got: list[list[int]] = []
+    client = threading.Thread(
+        target=lambda: got.extend(tokens_of(loop.submit(PROMPTS[0], GREEDY, request_id="mine")) for _ in range(2)),
+        daemon=True,
+    )
+    client.start()
+    client.join(30)
+    assert got == [expected, expected]
 
 
 def test_cancel_from_another_thread_ends_the_iteration(loop: EngineLoop) -> None:

@@ -187,7 +187,7 @@ def test_a_rank_that_peeks_one_position_ahead_breaks_the_law(monkeypatch: pytest
 
 
 def test_what_is_accepted_is_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft tokens in the history are those of the draft: a shorter proposal leaves no other token behind."""
+    """Draft tokens in the history are those of the draft: a shorter proposal leaves no other token in its place."""
     target = tiny_target("llama")
     engine = build(target, "combined-dspark", width=3)
     written: Counter[bool] = Counter()

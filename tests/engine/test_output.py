@@ -222,7 +222,7 @@ def test_line_2_the_stop_string_complete_first_wins_and_then_the_longest() -> No
 
 
 @pytest.mark.parametrize("token", ["stop id", "end", "string"])
-def test_line_3_everything_behind_a_stop_is_dropped_everywhere(token: str) -> None:
+def test_line_3_everything_after_a_stop_is_dropped_everywhere(token: str) -> None:
     tokenizer = BYTE_FALLBACK
     a, b, c, d = ids_of(tokenizer, "abcd")
     params: dict[str, Any] = {"stop id": {"stop_token_ids": [c]}, "end": {}, "string": {"stop": "c"}}[token]
@@ -334,7 +334,7 @@ def test_line_6_detokenisation_is_linear_in_the_output(kind: str, run_of: str) -
     assert costs[1] <= 2.1 * costs[0] <= 2.1 * 12 * 400
 
 
-def test_line_6_a_first_space_is_kept_behind_a_prompt_and_dropped_without_one_as_in_the_full_decode() -> None:
+def test_line_6_a_first_space_is_kept_after_a_prompt_and_dropped_without_one_as_in_the_full_decode() -> None:
     word = STRIPPING.convert_tokens_to_ids("▁stop")
     prompt = ids_of(STRIPPING, "is")
     for before in ([], prompt, [STRIPPING.eos_token_id], prompt * 4):

@@ -55,7 +55,7 @@ class TestAppendixA:
 
     def first_token_share(self, planner: str, cheat: bool = False) -> float:
         target = tiny_target("llama", vocab_size=2, sharpness=0.0)  # all logits 0: the bias alone makes p
-        # After the same bias q is (0.5, 0.5). The second position looks certain behind token 0 and hopeless behind token 1.
+        # After the same bias q is (0.5, 0.5). The second position looks certain after token 0 and hopeless after token 1.
         drafter = ScriptedDrafter(
             2,
             [-self.BIAS, 0.0],

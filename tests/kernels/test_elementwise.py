@@ -53,21 +53,21 @@ def test_rms_norm_equals_transformers(module, unit_offset, size, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize(("dim", "turned"), [(64, 64), (256, 256), (20, 20), (24, 10), (2, 2)])
+@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (256, 256), (20, 20), (24, 10), (2, 2)])
 @torch.no_grad()
-def test_rotary_equals_transformers_bit_for_bit(dim, turned, dtype):
+def test_rotary_equals_transformers_bit_for_bit(dim, rotated, dtype):
     torch.manual_seed(dim)
     fused = torch.randn(9, 5 * dim).to(dtype)  # three query heads, one key head, one value head
     query = fused[:, : 3 * dim].unflatten(-1, (3, dim))
     key = fused[:, 3 * dim : 4 * dim].unflatten(-1, (1, dim))
-    angle = torch.randn(9, turned // 2).repeat(1, 2)
+    angle = torch.randn(9, rotated // 2).repeat(1, 2)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    q, k = (t[..., :turned].transpose(0, 1)[None] for t in (query, key))
+    q, k = (t[..., :rotated].transpose(0, 1)[None] for t in (query, key))
     wanted = apply_rotary_pos_emb(q, k, cos[None], sin[None])
     for x, w in zip((query, key), wanted, strict=True):
         ours = rotary(x, cos, sin)
-        assert torch.equal(ours[..., :turned], w[0].transpose(0, 1))
-        assert torch.equal(ours[..., turned:], x[..., turned:])
+        assert torch.equal(ours[..., :rotated], w[0].transpose(0, 1))
+        assert torch.equal(ours[..., rotated:], x[..., rotated:])
 
 
 @dtypes

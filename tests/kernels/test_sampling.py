@@ -28,10 +28,10 @@ def test_softmax_equals_float64(size, dtype):
     logits = (4 * torch.randn(5, size)).to(dtype)
     if size > 1:
         logits[:, 1::3] = -torch.inf
-    heat = torch.tensor([0.3, 1.0, 2.5, 0.0, 1e-3])
-    probs = softmax_rows(logits, heat)
+    temperatures = torch.tensor([0.3, 1.0, 2.5, 0.0, 1e-3])
+    probs = softmax_rows(logits, temperatures)
     assert probs.dtype == torch.float32
-    for row, t in enumerate(heat.tolist()):
+    for row, t in enumerate(temperatures.tolist()):
         if t == 0:
             wanted = torch.zeros(size, dtype=torch.float64)
             best = logits[row].float()
@@ -39,7 +39,7 @@ def test_softmax_equals_float64(size, dtype):
         else:
             wanted = (logits[row].double() / t).softmax(0)
         torch.testing.assert_close(probs[row].double(), wanted, rtol=2e-5, atol=1e-9)
-    torch.testing.assert_close(softmax_rows_reference(logits, heat), probs, rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(softmax_rows_reference(logits, temperatures), probs, rtol=2e-5, atol=1e-9)
     torch.testing.assert_close(softmax_rows(logits), softmax_rows(logits, torch.ones(5)), rtol=0, atol=0)
     assert bool((probs[logits == -torch.inf] == 0).all())
 
@@ -67,12 +67,12 @@ def test_argmax_is_the_first_of_the_largest(size, dtype):
 @needs_native
 def test_softmax_rows_do_not_notice_neighbours_or_threads():
     logits = torch.randn(9, 9001)
-    heat = torch.rand(9) + 0.1
-    together, before = softmax_rows(logits, heat), torch.get_num_threads()
+    temperatures = torch.rand(9) + 0.1
+    together, before = softmax_rows(logits, temperatures), torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            alone = torch.cat([softmax_rows(logits[i : i + 1], heat[i : i + 1]) for i in range(9)])
+            alone = torch.cat([softmax_rows(logits[i : i + 1], temperatures[i : i + 1]) for i in range(9)])
             assert torch.equal(alone, together)
     finally:
         torch.set_num_threads(before)
@@ -132,14 +132,14 @@ def test_a_row_that_holds_nan_or_infinity_has_no_distribution(softmax, argmax, b
     """Wherever it stands, whatever comes after it, hot or greedy; the rows beside it are as if it were not there."""
     torch.manual_seed(size)
     clean = torch.randn(4, size).to(dtype)
-    heat = torch.tensor([0.0, 1.0, 0.7, 0.0])
+    temperatures = torch.tensor([0.0, 1.0, 0.7, 0.0])
     for place in {0, size // 3, size // 2, max(0, size - 2), size - 1}:
         logits = clean.clone()
         logits[1, place] = logits[3, place] = BAD[bad]
-        probs, index = softmax(logits, heat), argmax(logits)
+        probs, index = softmax(logits, temperatures), argmax(logits)
         assert not probs[[1, 3]].any()
         assert index[[1, 3]].tolist() == [-1, -1]
-        assert torch.equal(probs[[0, 2]], softmax(clean, heat)[[0, 2]])
+        assert torch.equal(probs[[0, 2]], softmax(clean, temperatures)[[0, 2]])
         assert torch.equal(index[[0, 2]], argmax(clean)[[0, 2]])
         for draw in (sample_rows, sample_rows_reference):
             assert draw(probs, torch.full((4,), 0.5))[[1, 3]].tolist() == [-1, -1]
@@ -150,8 +150,8 @@ def test_a_row_that_holds_nan_or_infinity_has_no_distribution(softmax, argmax, b
 def test_a_row_that_allows_nothing_has_no_distribution(softmax, argmax, size):
     logits = torch.full((3, size), -torch.inf)
     logits[1, size - 1] = -1e30
-    for heat in (0.0, 1.0):
-        probs = softmax(logits, torch.full((3,), heat))
+    for temperatures in (0.0, 1.0):
+        probs = softmax(logits, torch.full((3,), temperatures))
         assert probs.sum(1).tolist() == [0, 1, 0]
         assert probs[1, size - 1] == 1
     assert argmax(logits).tolist() == [-1, size - 1, -1]

@@ -1,4 +1,4 @@
-"""The profiler over tiny engines: what it measures, what it leaves behind, and that its table predicts the engine's steps."""
+"""The profiler over tiny engines: what it measures, what it leaves, and that its table predicts the engine's steps."""
 
 from __future__ import annotations
 

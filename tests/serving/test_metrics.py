@@ -52,7 +52,7 @@ def test_names_follow_the_conventions(live: Live) -> None:
         labels = {label for sample in family.samples for label in sample.labels}
         assert labels <= {
             *("endpoint", "finish_reason", "path", "status", "le", "width", "position", "source", "reason", "state"),
-            *("group", "version", "model", "drafter", "planner"),
+            *("group", "version", "model", "drafter", "planner", "kind"),
         }
 
 

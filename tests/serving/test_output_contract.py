@@ -78,7 +78,7 @@ def test_stops_are_found_wherever_they_fall(saying: Live, stop: str) -> None:
     assert kept["text"] == SAID[: SAID.index(stop) + len(stop)]
     assert usage["completion_tokens"] <= COUNT
     told = complete(saying, stop=stop, logprobs=0, **BLOCKS)[0]["logprobs"]
-    assert len(told["tokens"]) == usage["completion_tokens"], "tokens behind the stop are told or counted"
+    assert len(told["tokens"]) == usage["completion_tokens"], "tokens after the stop are told or counted"
 
 
 def test_stop_ids_and_what_is_held_back(saying: Live) -> None:

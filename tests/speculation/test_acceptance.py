@@ -32,7 +32,7 @@ def emitted_law(p: torch.Tensor, q: torch.Tensor, vocabulary: torch.Tensor | Non
     """Law of the first emitted token for one draft, by enumerating the draft and integrating both uniforms."""
     size = p.shape[-1]
     law = torch.zeros(size, dtype=torch.float64)
-    probs = torch.stack([p, p])  # the row behind an accepted draft is not looked at here
+    probs = torch.stack([p, p])  # the row after an accepted draft is not looked at here
     for index in range(q.shape[-1]):
         if q[index] == 0:
             continue
@@ -117,7 +117,7 @@ def test_greedy_accepts_the_matching_prefix_and_emits_the_targets_token() -> Non
     assert verdict.next_token.tolist() == [9, 2, 8]
 
 
-def test_a_draft_behind_the_width_is_never_accepted() -> None:
+def test_a_draft_after_the_width_is_never_accepted() -> None:
     argmax = torch.tensor([1, 2, 3, 4])
     verdict = accept_greedy(argmax, torch.tensor([0]), torch.tensor([[1, 2, 3]]), torch.tensor([1]))
     assert (verdict.accepted.item(), verdict.next_token.item()) == (1, 2)

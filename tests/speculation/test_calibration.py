@@ -61,7 +61,7 @@ def test_a_temperature_never_changes_the_order(scores: list[float], temperature:
     assert (confidence[order].diff() >= 0).all()
 
 
-def test_censored_blocks_say_nothing_behind_the_trim() -> None:
+def test_censored_blocks_say_nothing_after_the_trim() -> None:
     label, known = Outcomes(np.array([2, 1, 0]), np.array([2, 3, 0])).survived(4)
     assert known.tolist() == [[True, True, False, False], [True] * 4, [False] * 4]
     assert label.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
@@ -93,7 +93,7 @@ def test_file_round_trip_with_provenance(tmp_path: Path) -> None:
     loaded = Calibration.load(tmp_path / "deep" / "sts.json", gamma=2)
     assert torch.equal(loaded.temperatures, fitted.temperatures)
     assert loaded.provenance == fitted.provenance
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["sts.json"]  # no partial file stays behind
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["sts.json"]  # no partial file is left
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:

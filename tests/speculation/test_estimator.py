@@ -43,7 +43,7 @@ def test_logistic_is_recovered_at_every_position() -> None:
     assert np.abs(estimated - truth(signal)).mean(0).max() < 0.015
 
 
-def test_positions_behind_a_rejection_or_a_trim_carry_no_label() -> None:
+def test_positions_after_a_rejection_or_a_trim_carry_no_label() -> None:
     estimator = LogisticEstimator(GAMMA, half_life=1 << 30)
     signal = np.ones((3, GAMMA))
     estimator.observe(signal, np.array([0, 2, 1]), np.array([4, 2, 3]))

@@ -108,7 +108,7 @@ APPENDIX_A = CostTable((1, 2, 3), ((1.0, 1 / 0.5, 1 / 0.45),))  # SPS = (1.0, 0.
 
 
 def p_appendix(prefix: tuple[int, ...]) -> np.ndarray:
-    """(0.7, 0.3) for the first token; behind x_1 = 0 the drafter agrees with the target, behind 1 it never does."""
+    """(0.7, 0.3) for the first token; after x_1 = 0 the drafter agrees with the target, after 1 it never does."""
     if not prefix:
         return np.array([0.7, 0.3])
     return np.array([0.5, 0.5]) if prefix[0] == 0 else np.array([0.0, 1.0])

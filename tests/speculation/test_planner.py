@@ -253,8 +253,8 @@ def test_forced_patterns_rotate_over_requests_and_steps() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(survivals(), staircases(), st.booleans())
-def test_stopping_never_looks_behind_where_it_stops(survival: np.ndarray, table: CostTable, priced: bool) -> None:
-    """Changing what lies behind the heads of the final allocation must not change the decision."""
+def test_stopping_never_looks_after_where_it_stops(survival: np.ndarray, table: CostTable, priced: bool) -> None:
+    """Changing what comes after the heads of the final allocation must not change the decision."""
     requests, gamma = survival.shape
     load = StepLoad(requests, [gamma] * requests)
 
@@ -274,7 +274,7 @@ def test_stopping_never_looks_behind_where_it_stops(survival: np.ndarray, table:
 
 
 def test_stopping_equals_the_global_search_when_every_token_has_its_own_price() -> None:
-    """On convex costs nothing behind a head can pay if the head does not: no model is needed, the maximum is found."""
+    """On convex costs nothing after a head can pay if the head does not: no model is needed, the maximum is found."""
     rng = np.random.default_rng(0)
     for _ in range(100):
         survival = rng.random((3, 4)).cumprod(1).astype(np.float32)
@@ -284,7 +284,7 @@ def test_stopping_equals_the_global_search_when_every_token_has_its_own_price() 
 
 
 def test_continuation_model_learns_what_follows() -> None:
-    """Blocks either go on certainly or stop dead behind position 2, whatever their first confidence says."""
+    """Blocks either go on certainly or stop dead after position 2, whatever their first confidence says."""
     rng = np.random.default_rng(0)
     model = ContinuationModel(4)
     for _ in range(200):

@@ -94,7 +94,7 @@ def test_calibration_error_counts_only_what_is_known() -> None:
     statistics.record_confidence(
         np.array([[0.9, 0.8, 0.7], [0.5, 0.4, 0.3]]),
         widths=np.array([3, 1]),
-        accepted=np.array([1, 1]),  # known everywhere: rejected at 2; nothing is known behind position 1
+        accepted=np.array([1, 1]),  # known everywhere: rejected at 2; nothing is known after position 1
     )
     np.testing.assert_allclose(statistics.calibration_error, [(1.4 - 2) / 2, 0.8, 0.7])
 

@@ -162,8 +162,8 @@ def _rotary(
     c = tl.load(cos + row * turn_row + at, mask=turns, other=1.0).to(tl.float32)
     s = tl.load(sin + row * turn_row + at, mask=turns, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    turned = value * c + other * s
-    tl.store(out + (row * HEADS + head) * DIM + at, tl.where(turns, turned, value).to(dtype), mask=inside)
+    rotated = value * c + other * s
+    tl.store(out + (row * HEADS + head) * DIM + at, tl.where(turns, rotated, value).to(dtype), mask=inside)
 
 
 def rotary_rows(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

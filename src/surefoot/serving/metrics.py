@@ -211,7 +211,7 @@ def _speculation(stats: Mapping[str, Any], drafter: str) -> Iterator[Metric]:
     if (guard := stats["guard"]) is not None:
         yield _gauge("surefoot_guard_on", "0 while the guard has speculation off at the current load.", guard["on"])
         switches = CounterMetricFamily(
-            "surefoot_guard_switches", "Times that the guard switched speculation.", labels=["to"]
+            "surefoot_guard_switches", "Times that the guard switched speculation.", labels=["state"]
         )
         probes = CounterMetricFamily("surefoot_guard_probe_steps", "Steps run to compare.", labels=["kind"])
         for name in ("off", "on"):

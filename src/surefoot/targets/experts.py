@@ -54,8 +54,8 @@ class PackedExperts:
         weights = getattr(experts, name).detach()  # [experts, N, K], or [experts, K, N]
         biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)
         setattr(experts, name, None)
-        turned = weights.transpose(1, 2) if experts.is_transposed else weights
-        return [PackedLinear(w, bias, quantize=quantize) for w, bias in zip(turned, biases, strict=True)]
+        transposed = weights.transpose(1, 2) if experts.is_transposed else weights
+        return [PackedLinear(w, bias, quantize=quantize) for w, bias in zip(transposed, biases, strict=True)]
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         rows, k = chosen.shape

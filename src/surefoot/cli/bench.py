@@ -1,4 +1,5 @@
-"""`surefoot bench`: `decode` compares with transformers, `throughput` arms with each other, `planner` times decisions."""
+"""`surefoot bench`: `decode` compares with transformers, `throughput` arms with each other, `accuracy` asks questions with and
+without drafts, `planner` times decisions."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from surefoot.errors import ConfigurationError
 from surefoot.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from surefoot.bench.accuracy import Accuracy
     from surefoot.bench.decode import Decode
     from surefoot.bench.throughput import Throughput
     from surefoot.profiling.profile import Profile
@@ -30,6 +32,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Measure this engine against itself and against transformers.", no_args_is_help=True)
     group.command()(decode)
     group.command()(throughput)
+    group.command()(accuracy)
     group.command()(planner)
     app.add_typer(group, name="bench")
 
@@ -316,6 +319,123 @@ def _print_throughput(found: Throughput) -> None:
             "" if line["adaptive_share"] is None else f", adaptive reaches {100 * line['adaptive_share']:.1f} % of it"
         )
         console.print(f"{line['concurrency']} at once: best is {line['best']}{share}", highlight=False)
+
+
+def accuracy(
+    questions: Annotated[
+        Path | None,
+        typer.Argument(
+            help="JSON lines in the format of gsm8k (question, answer) or humaneval (prompt, test, entry_point).",
+            show_default="sixteen small sums",
+        ),
+    ] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    quantize: options.Quantize = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    drafter: options.Drafter = "auto",
+    gamma: options.Gamma = None,
+    width: options.Width = "auto",
+    cost_table: options.CostTable = "auto",
+    count: Annotated[
+        int | None, typer.Option("--count", min=1, help="First questions only.", show_default="all")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=0, max=1024, help="Sampled answers to each question; 0: greedy ones only.")
+    ] = 4,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of the sampled answers.")] = 0.7,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Answers at once.")] = 8,
+    run_code: Annotated[
+        bool,
+        typer.Option(
+            "--run-code",
+            help="Run the programs that the model writes, to check them. Limits keep mistakes small, but it is no sandbox.",
+        ),
+    ] = False,
+    seed: options.Seed = SEED,
+    max_tokens: options.MaxTokens = 256,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the figures as JSON.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Whether speculation changes what the model gets right: greedy answers must be the same, sampled ones equally often right.
+
+    Exit code 1 where they are not, and where nothing was drafted.
+    """
+    from surefoot.bench.accuracy import read_questions
+
+    if drafter == "none":
+        raise ConfigurationError(
+            "accuracy compares with and without a drafter: use --drafter auto, prompt-lookup or a path"
+        )
+    if samples and not temperature > 0:
+        raise ConfigurationError(
+            f"temperature is {temperature}; allowed for sampled answers: above 0; --samples 0 asks for greedy ones only"
+        )
+    asked = read_questions(questions, run_code=run_code)[:count]
+    llm = options.load_llm(
+        model,
+        drafter=drafter,
+        gamma=gamma,
+        width=width,
+        cost_table=cost_table,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        quantize=quantize,
+        trust_remote_code=trust_remote_code,
+        max_num_seqs=concurrency,
+        guard=False,  # what is compared must have drafts
+    )
+    if llm.tokenizer is None:
+        raise ConfigurationError(f"{llm.target.name} has no tokenizer: it cannot read questions")
+    from surefoot.bench.accuracy import measure_accuracy
+
+    found = measure_accuracy(
+        llm,
+        asked,
+        max_tokens=max_tokens,
+        samples=samples,
+        temperature=temperature,
+        seed=SEED if seed is None else seed,
+        announce=note,
+    )
+    facts = {
+        **found.to_dict(),
+        "model": model,
+        "engine": llm.describe(),
+        "file": str(questions or "built-in"),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+    }
+    _deliver(facts, output, json, lambda: _print_accuracy(found))
+    if found.partings:
+        alarm("GREEDY ANSWERS DIFFER with and without speculation, which must never happen")
+    if found.failed:
+        alarm(f"{len(found.failed)} ANSWERS FAILED: {found.failed[0]}")
+    if not found.accepted:
+        alarm("NO DRAFT WAS ACCEPTED: speculation did not take part")
+    if found.sampled is not None and found.sampled.differs:
+        alarm(
+            "SAMPLED ANSWERS ARE RIGHT MORE OFTEN IN ONE ARM: ask again with another --seed; twice in a row is no chance"
+        )
+    if not found.passed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _print_accuracy(found: Accuracy) -> None:
+    same = found.questions - len(found.partings)
+    shares = f"{found.greedy_right:.1%}, target-only {found.greedy_right_target_only:.1%}"
+    typer.echo(f"greedy   right with drafts {shares}; the same text for {same} of {found.questions} questions")
+    for place in found.partings:
+        typer.echo(f"         question {place.question + 1}: they part at token {place.token}")
+    if (sampled := found.sampled) is not None:
+        bounds = f"between {100 * sampled.low:+.1f} and {100 * sampled.high:+.1f} points at 95 %"
+        shares = f"{sampled.speculative:.1%}, target-only {sampled.target_only:.1%} ({found.samples} answers each)"
+        verdict = "significant" if sampled.differs else "not significant"
+        typer.echo(f"sampled  right with drafts {shares}; difference {bounds}: {verdict}")
+    typer.echo(f"drafts   {found.drafted} drafted, {found.accepted} accepted in the greedy answers")
 
 
 def planner(json: options.Json = False) -> None:

@@ -589,7 +589,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "engine/distribution.py",
         "logits = logits - counts * params.frequency",
         "logits = logits - (counts > 0) * params.frequency",
-        ("tests/engine/test_exactness.py",),
+        ("tests/engine/test_mixed_sampling.py",),
     ),
     Mutation(
         "sampling: end tokens may come one token early",
@@ -599,11 +599,19 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/engine/test_masks.py",),
     ),
     Mutation(
-        "sampling: q of a sharpened draw is the unsharpened one",
+        "sampling: drafts are never drawn sharper",
         "engine/distribution.py",
         "temperature if sharpness is None else temperature / sharpness",
         "temperature",
-        ("tests/engine/test_exactness.py", "tests/engine/test_block_draw.py"),
+        ("tests/engine/test_block_draw.py",),
+    ),
+    Mutation(
+        "sampling: a draft is drawn sharper than its q says",
+        "engine/distribution.py",
+        "            index = sample_rows(self._probs[:, k - 1], u)\n",
+        "            sharp = probs if sharpness is None else probs.square() / probs.square().sum(-1, keepdim=True)\n"
+        "            index = sample_rows(sharp, u)\n",
+        ("tests/engine/test_block_draw.py",),
     ),
     Mutation(
         "sampling: drafts drawn without penalties",

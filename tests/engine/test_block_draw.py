@@ -52,7 +52,8 @@ def sampler(flags: SamplingFlags, vocabulary: torch.Tensor, slots: torch.Tensor,
     ],
 )
 @pytest.mark.parametrize("gamma", [GAMMA, GAMMA + 2])
-def test_a_block_handed_over_is_the_block_drawn_by_token(flags, gamma) -> None:
+@pytest.mark.parametrize("sharp", [None, torch.tensor([1.5, 1.0, 2.5, 0.7])])
+def test_a_block_handed_over_is_the_block_drawn_by_token(flags, gamma, sharp) -> None:
     """Tokens, the proposal the acceptance divides by, and the history; `gamma` beyond the block is another source's."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = torch.randperm(2 * TOKENS, generator=generator)[:TOKENS]
@@ -62,12 +63,13 @@ def test_a_block_handed_over_is_the_block_drawn_by_token(flags, gamma) -> None:
     for either in (by_token, at_once):
         either.only(torch.tensor([0, 1, 3, 4]))
     base = base[[0, 1, 3, 4]]
-    tokens = torch.stack([by_token.draw(k + 1, base[:, k]) for k in range(GAMMA)], 1)
+    sharpness = [None] * GAMMA if sharp is None else list(sharp)
+    tokens = torch.stack([by_token.draw(k + 1, base[:, k], sharpness[k]) for k in range(GAMMA)], 1)
 
     assert isinstance(at_once, BlockwiseSampler)
     draw = at_once.block_draw()
     assert draw is not None
-    ids, _, probs = draft_block(base, slots[[0, 1, 3, 4]], vocabulary=vocabulary, **vars(draw))
+    ids, _, probs = draft_block(base, slots[[0, 1, 3, 4]], vocabulary=vocabulary, sharpness=sharp, **vars(draw))
     assert torch.equal(at_once.take(ids, probs), tokens)
     one, other = by_token.proposal, at_once.proposal
     assert torch.equal(one.draft_ids, other.draft_ids)

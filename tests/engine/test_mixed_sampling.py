@@ -152,6 +152,17 @@ def test_tokens_above_the_largest_known_one_are_not_counted_for_it() -> None:
     torch.testing.assert_close(q, torch.full((1, 3), 1 / 3))
 
 
+def test_penalties_by_their_definition() -> None:
+    """Frequency counts every time a token has come in the output, presence once; the prompt counts for neither."""
+    batch = Batch([{"frequency_penalty": 0.5}, {"presence_penalty": 0.5}])
+    batch.state.history[:, :12] = torch.tensor([3, 3, 3, 4, 4, 1, 1, 1, 2, 2, 0, 1])  # five of them are the prompt
+    penalty = -batch.law(torch.zeros(2, TOKENS), [0, 1]).log()
+    counts = torch.zeros(TOKENS)
+    counts[:3] = torch.tensor([1.0, 4.0, 2.0])
+    torch.testing.assert_close(penalty[0] - penalty[0, 5], 0.5 * counts, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(penalty[1] - penalty[1, 5], 0.5 * (counts > 0), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_bias_on_a_token_the_drafter_does_not_know_is_served(temperature: float) -> None:
     target = tiny_target("llama")

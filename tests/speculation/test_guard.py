@@ -118,7 +118,7 @@ def test_it_recovers_when_the_fault_is_gone(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         machine.until(lambda: not machine.guard.on, 200)
     (message,) = caplog.messages
-    assert "speculation does not pay at 1 requests, contexts up to 511" in message
+    assert "speculation does not pay at 1 request, contexts up to 511" in message
     assert "tok/s a request without (± " in message
     machine.run(3000)
     assert not machine.guard.on
@@ -154,7 +154,7 @@ def test_loads_are_judged_apart() -> None:
         eight.run(10)
     assert Load.of(8, 100) != Load.of(1, 100) != Load.of(1, 600)
     found = {entry["load"]: entry["on"] for entry in guard.to_dict()["loads"]}
-    assert found == {"1 requests, contexts up to 511": True, "5 to 8 requests, contexts up to 511": False}
+    assert found == {"1 request, contexts up to 511": True, "5 to 8 requests, contexts up to 511": False}
     one.step()
     assert guard.on
     eight.step()

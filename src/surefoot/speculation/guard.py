@@ -66,7 +66,8 @@ class Load(NamedTuple):
         low = (1 << self.requests >> 1) + 1 if self.requests else 1
         most = 1 << self.requests
         near = f"up to {(1 << (self.context + 9)) - 1}"
-        return f"{low}{'' if low == most else f' to {most}'} requests, contexts {near}"
+        count = "1 request" if most == 1 else f"{low}{'' if low == most else f' to {most}'} requests"
+        return f"{count}, contexts {near}"
 
 
 class Sample(NamedTuple):

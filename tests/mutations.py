@@ -656,10 +656,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/engine/test_packing.py",),
     ),
     Mutation(
-        "scheduler: a preempted request keeps its blocks' count",
+        "scheduler: a preempted request takes what it had computed for cached",
         "engine/scheduler.py",
-        "self.running.remove(request)\n        request.slot, request.num_cached, request.in_flight = -1, 0, 0",
-        "self.running.remove(request)\n        request.slot, request.in_flight = -1, 0",
+        "request.slot, request.num_cached, request.status = slot, cached, Status.RUNNING",
+        "request.slot, request.status = slot, Status.RUNNING\n"
+        "        request.num_cached = len(request.token_ids) - 1 if request.num_output else cached",
         ("tests/engine/test_batching.py",),
     ),
     Mutation(

@@ -1,5 +1,5 @@
-"""`surefoot bench`: `decode` compares with transformers, `throughput` arms with each other, `accuracy` asks questions with and
-without drafts, `planner` times decisions."""
+"""`surefoot bench`: `decode` compares with transformers, `throughput` arms with each other, `serve` puts load on a server,
+`accuracy` asks questions with and without drafts, `planner` times decisions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
+from surefoot.cli.bench_serve import serve
 from surefoot.cli.process import EXIT_FAILED
 from surefoot.cli.profile import measure_missing, measure_now
 from surefoot.cli.progress import progress_bar
@@ -32,6 +33,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Measure this engine against itself and against transformers.", no_args_is_help=True)
     group.command()(decode)
     group.command()(throughput)
+    group.command()(serve)
     group.command()(accuracy)
     group.command()(planner)
     app.add_typer(group, name="bench")

@@ -64,17 +64,18 @@ def test_the_containers_user_is_not_root_and_leaves_time_to_drain() -> None:
     assert "NoNewPrivileges=yes" in unit
 
 
-def test_the_configuration_for_ray_is_one_that_is_understood() -> None:
-    from dataclasses import fields
-
+def test_the_configuration_for_ray_makes_replicas_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     from surefoot.engine.options import EngineOptions
+    from surefoot.serving import replicas
     from surefoot.serving.settings import ServeSettings
 
     (application,) = yaml.safe_load((DEPLOY / "ray-serve.yaml").read_text())["applications"]
-    arguments: dict[str, Any] = application["args"]
-    ServeSettings(**arguments.pop("settings"))
-    known = {entry.name for entry in fields(EngineOptions)} | {"model", "replicas", "threads", "metrics_port"}
-    assert set(arguments) <= known
-    module, name = application["import_path"].split(":")
-    source = Path(__file__).parents[1] / "src" / (module.replace(".", "/") + ".py")
-    assert f"def {name}(" in source.read_text()
+    assert application["import_path"] == f"{replicas.__name__}:{replicas.build.__name__}"
+    made: list[Any] = []
+    monkeypatch.setattr(replicas, "application", lambda *arguments: made.append(arguments))
+    replicas.build(application["args"])
+    ((options, settings, count, threads, metrics_port),) = made
+    assert options.pop("model") == "qwen2.5-coder-0.5b"
+    assert EngineOptions(**options).max_num_seqs == 16  # every other one is an engine's
+    assert isinstance(settings, ServeSettings)
+    assert (count, threads, metrics_port) == (2, 1, 8001)

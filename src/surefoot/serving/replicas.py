@@ -112,8 +112,10 @@ def build(arguments: Mapping[str, Any]) -> Any:
     """
     given = dict(arguments)
     settings = ServeSettings(**given.pop("settings", {}))
-    replicas, threads = int(given.pop("replicas", 1)), int(given.pop("threads", 1))
-    return application({"threads": threads, **given}, settings, replicas, threads, int(given.pop("metrics_port", 0)))
+    replicas, threads, metrics_port = (
+        int(given.pop(name, default)) for name, default in (("replicas", 1), ("threads", 1), ("metrics_port", 0))
+    )
+    return application({"threads": threads, **given}, settings, replicas, threads, metrics_port)
 
 
 def run(

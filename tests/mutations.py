@@ -731,6 +731,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 
 def copy_of_source(folder: Path) -> Path:
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copy(ROOT / "pyproject.toml", folder)  # a test of the package's files reads it beside them
     return folder / "src"
 
 

@@ -260,6 +260,14 @@ def test_the_form_begins_where_the_reasoning_ends(target: Target) -> None:
     assert found[count:] == [{"1"}, {"1"}, {"end"}]
 
 
+def test_the_form_begins_inside_a_token(target: Target) -> None:
+    """The end of the reasoning and the beginning of the answer are one token."""
+    said = "ab stop11"
+    assert len(tokenizer()(said)["input_ids"]) == 4  # one of them is " stop"
+    found = follow(StructuredOutput(regex="top[0-9]{2}", starts_after=" s"), target, said)
+    assert found == [{"a", "1", "{", "end"}] * 2 + [{"1"}, {"1"}, {"end"}]
+
+
 @pytest.mark.parametrize("thinks", [True, False])
 def test_the_free_part_may_be_left_out(target: Target, thinks: bool) -> None:
     structured = StructuredOutput(regex="[0-9]{2}", starts_after="</think>", free_from="<think>")

@@ -326,21 +326,19 @@ def plots(rows: Sequence[Figures], folder: Path) -> list[str]:
         figure.savefig(folder / f"{name}.png", dpi=120)
         made.append(f"{name}.png")
 
-    groups: dict[tuple[str, str], list[Figures]] = {}
-    for row in rows:
-        groups.setdefault((row.workload, row.arm), []).append(row)
-    named = {
-        f"{workload}, {arm}": sorted(own, key=lambda r: (r.users, r.rate)) for (workload, arm), own in groups.items()
-    }
+    groups: dict[str, list[Figures]] = {}
+    for row in sorted(rows, key=lambda row: (row.users, row.rate)):
+        loop = "" if row.users else ", open loop" if row.rate else ", trace"
+        groups.setdefault(f"{row.workload}, {row.arm}{loop}", []).append(row)
     draw(
         *("interactivity", "tok/s a user", "tok/s in all"),
-        [(name, [r.user_tokens_per_s for r in own], [r.tokens_per_s for r in own]) for name, own in named.items()],
+        [(name, [r.user_tokens_per_s for r in own], [r.tokens_per_s for r in own]) for name, own in groups.items()],
     )
     draw(
         *("first-token", "users, or requests per second", "first token, p95, ms"),
-        [(name, [r.users or r.rate for r in own], [r.first_ms_p95 for r in own]) for name, own in named.items()],
+        [(name, [r.users or r.rate for r in own], [r.first_ms_p95 for r in own]) for name, own in groups.items()],
     )
-    drafting = {name: [r for r in own if r.verified] for name, own in named.items()}
+    drafting = {name: [r for r in own if r.verified] for name, own in groups.items()}
     draw(
         *("widths", "users, or requests per second", "mean width verified"),
         [
